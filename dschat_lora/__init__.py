@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 
 from dschat_lora.config.addon_names import ADDONS
-from dschat_lora.config.old_names import OldNames
+from dschat_lora.old_names import OldNames
 
 __version__ = "0.3.0"
 
@@ -20,8 +20,6 @@ __version__ = "0.3.0"
 _HOMES = {
     **dict.fromkeys(("sft", "reward", "dpo", "rlhf", "distill", "Run", "load"), "api.stages"),
     **dict.fromkeys(("generate", "merge"), "api.verbs"),
-    "Trainer": "api.trainer",
-    "Sample": "api.trainer_sampling",
     "Algorithm": "rl.options.algorithms",
     "Addon": "config.addons",
     # DeepSpeed-Chat's

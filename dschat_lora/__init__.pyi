@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.api.options import Data, Model, Reward
-from dschat_lora.api.trainer import Trainer as _Trainer
+from dschat_lora.addons.trainer.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
-from dschat_lora.api.trainer_sampling import Sample as Sample
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
 from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
@@ -22,6 +21,7 @@ from dschat_lora.lora.deepspeed_chat import get_optimizer_grouped_parameters as 
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
 from dschat_lora.addons.audit.python import Audit as Audit
+from dschat_lora.addons.trainer.sampling import Sample as Sample
 __version__: str
 __all__: list[str]
 

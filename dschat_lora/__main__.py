@@ -4,9 +4,9 @@ import sys
 from difflib import get_close_matches
 
 from dschat_lora import __version__
-from dschat_lora.config.addon_names import GROUPS, VERBS
 from dschat_lora.config.addons import installed, load, verb_path, verbs
 from dschat_lora.config.options import chosen_verb, fail
+from dschat_lora.config.verb_names import GROUPS, VERBS
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.stage_main import (
     ended_in_one_line,
@@ -25,7 +25,7 @@ def main() -> None:
 def _run(verb: str, argv: list[str]) -> None:
     if verb:
         hush_libraries()
-        load(VERBS[verb].run if verb in VERBS else verb_path(verb))(argv)
+        load(path_of(verb))(argv)
     elif argv in (["-h"], ["--help"]):
         _show_help()
     elif argv == ["--version"]:
@@ -38,12 +38,23 @@ def _run(verb: str, argv: list[str]) -> None:
         fail(f"{argv[0]} is no verb; {meant}")
 
 
+def path_of(verb: str) -> str:
+    """``module:function`` of a verb.
+
+    Raises:
+        ValueError: if it is of an add-on that is not installed.
+    """
+    if verb not in VERBS:
+        return verb_path(verb)
+    return f"dschat_lora.commands.{'train' if verb in GROUPS['train'] else 'verbs'}:{verb}"
+
+
 def _show_help() -> None:
     log_once("usage: dschat-lora VERB ...; dschat-lora VERB --help says more")
-    for title, names in GROUPS.items():
+    for title, own in GROUPS.items():
         log_once(f"\n{title}:")
-        for name in names:
-            log_once(f"  {name:<10}{VERBS[name].summary}")
+        for name, summary in own.items():
+            log_once(f"  {name:<10}{summary}")
     log_once("\nadd-ons:")
     for addon in installed().values():
         for name in addon.verbs:

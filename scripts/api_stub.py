@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.api.options import Data, Model, Reward
-from dschat_lora.api.trainer import Trainer as _Trainer
+from dschat_lora.addons.trainer.trainer import Trainer as _Trainer
 from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 """

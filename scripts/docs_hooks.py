@@ -28,6 +28,7 @@ FORMER = {
     "nlg_gpt2": "nlg",
     "nlu_glue": "glue",
     "pipeline": "pipeline",
+    "python_primitives": "trainer",
     "tinker": "tinker",
     "train_your_agent": "agents",
 }
@@ -108,7 +109,7 @@ def function_pages() -> dict[str, str]:
             )
             page = pages.get(key, f"# {title}\n")
             page += f"\n::: dschat_lora.{module}.{name}\n{_PLAIN}"
-            if module in ("api.stages", "api.verbs") or module.startswith("addons."):  # light
+            if module.endswith((".stages", ".verbs", ".python")):  # light
                 found = getattr(import_module(f"dschat_lora.{module}"), name)
                 for title, rows in getattr(found, "options", {}).items():
                     page += f"\n## Options: {title}\n\n{OPTIONS_HEAD}"

@@ -97,8 +97,8 @@ BROKEN = {
 WORDS = {
     "raises": "no such luck",
     "exits": "SystemExit",
-    "a command": "it has options of 'sfft', none of sft, reward, dpo, rlhf, distill, audit, "
-    "generate, eval, score, chat, serve, nlg",
+    "a command": "it has options of 'sfft', none of sft, reward, dpo, rlhf, distill, "
+    "generate or an add-on's verbs",
     "a list of verbs": "its verbs has ['count'], which is no Mapping",
     "a function itself": "<built-in function print> is not of the form module:object",
     "is none": "its entry point is a int, and no Addon",
@@ -106,7 +106,8 @@ WORDS = {
     "a verb of an add-on": "the package has the verb serve, too",
     "an add-on of the package": "the package has the name tinker, too",
     "a seam": "it provides 'sampler', which is none of rollout_engine, environment, "
-    "reward_function, algorithm, options_file, row_format, media, rest, thumbnails",
+    "reward_function, algorithm, options_file, row_format, media, rest, thumbnails, "
+    "observer, run_view",
     "what it needs": "it needs the add-on yours, which is not installed",
 }
 SHORT = (

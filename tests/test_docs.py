@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.__main__ import VERBS
+from dschat_lora.__main__ import VERBS, path_of
 from dschat_lora.commands.stages import STAGES
-from dschat_lora.config.addons import verb_path, verbs
+from dschat_lora.config.addons import verbs
 from dschat_lora.config.options import chosen_verb, option_aliases, option_names, parse_config
 from helpers.addons import of_the_whole
 
@@ -29,7 +29,7 @@ def config_of(verb, kind=""):
     if verb in STAGES:
         return STAGES[verb].config
     try:
-        path = VERBS[verb].run if verb in VERBS else verb_path(verb)
+        path = path_of(verb)
     except ValueError as error:
         pytest.skip(str(error))
     module = import_module(path.partition(":")[0])

@@ -12,6 +12,8 @@ from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.layouts import PROMPTS
 from dschat_lora.data.rows import RowType
 from dschat_lora.rl.options.algorithms import ALGORITHMS
+from dschat_lora.rl.options.engines import ENGINES
+from dschat_lora.rl.options.names import OWN_NAMES
 
 TESTS = Path(__file__).parent
 # page -> (what goes before a name in tests that use it, the names)
@@ -43,3 +45,8 @@ def test_every_name_of_a_registry_is_used_by_a_test(page, name):
     before = REGISTRIES[page][0]
     used = rf"""(?:["']|{re.escape(before)}){re.escape(name)}["'\s)]"""
     assert re.search(used, modules()), f"no test module names {name!r}"
+
+
+def test_no_add_on_may_have_a_name_of_the_trunk():
+    names = {"algorithm": (*ALGORITHMS,), "rollout_engine": (*ENGINES,)}
+    assert {each: OWN_NAMES[each] for each in names} == names

@@ -1,4 +1,4 @@
-"""Names that the add-ons' modules had; :mod:`dschat_lora.config.old_names` reads them."""
+"""Names that the add-ons' modules had; :mod:`dschat_lora.old_names` reads them."""
 
 from pathlib import Path
 from pkgutil import iter_modules
@@ -18,6 +18,11 @@ OLD_NAMES = {
     "api.demo": "addons.demo.demo",
     "api.demo_judge": "addons.demo.judge",
     "api.notebook": "addons.report.notebook",
+    "api.losses": "addons.trainer.losses",
+    "api.sequences": "addons.trainer.sequences",
+    "api.trainer": "addons.trainer.trainer",
+    "api.trainer_build": "addons.trainer.build",
+    "api.trainer_sampling": "addons.trainer.sampling",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",

@@ -1,14 +1,7 @@
-"""The verbs of ``dschat-lora``, and the add-ons of the package, which no other module names."""
+"""The add-ons of the package, which no other module of the trunk names."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
-
-
-class Verb(NamedTuple):
-    """What a verb does, in a line, and the function of its arguments."""
-
-    summary: str
-    run: str  # MODULE:FUNCTION, which is imported when it is chosen
 
 
 class Names(NamedTuple):
@@ -16,31 +9,9 @@ class Names(NamedTuple):
 
     verbs: str = ""  # of dschat-lora
     functions: str = ""  # of dschat_lora in Python
+    values: str = ""  # of options, as SEAM=NAME
 
 
-_COMMANDS = "dschat_lora.commands"
-_STAGES = {
-    "sft": "Step 1: supervised fine-tuning of a causal language model",
-    "reward": "Step 2: a reward model from pairs of answers",
-    "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
-    "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
-    "distill": "On-policy distillation: a student's own responses, scored by a teacher",
-}
-_OTHERS = {
-    "generate": "answer prompts",
-    "merge": "base and adapter as one transformers directory",
-    "push": "upload an adapter or a model to the hub",
-    "export": "convert an adapter or a model to GGUF",
-    "extract": "LoRA and head of a full checkpoint to PEFT",
-}
-VERBS: Mapping[str, Verb] = {
-    **{name: Verb(summary, f"{_COMMANDS}.train:{name}") for name, summary in _STAGES.items()},
-    **{name: Verb(summary, f"{_COMMANDS}.verbs:{name}") for name, summary in _OTHERS.items()},
-}
-GROUPS = {
-    "train": (*_STAGES,),
-    "use": ("generate", "merge", "push", "export", "extract"),
-}
 # In the order of the help.
 ADDONS: Mapping[str, Names] = {
     "demo": Names("demo"),
@@ -55,6 +26,7 @@ ADDONS: Mapping[str, Names] = {
     "images": Names(),
     "agents": Names(),
     "tinker": Names("tinker"),
+    "trainer": Names(functions="Trainer Sample"),
     "nlg": Names("nlg"),
     "glue": Names("glue"),
 }

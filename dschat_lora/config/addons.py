@@ -16,30 +16,28 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.config.addon_names import ADDONS, VERBS
+from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.options import group, nested_prefix, option_names, parse_config
+from dschat_lora.config.verb_names import COMMANDS, VERBS
 
 GROUP = "dschat_lora.addons"
-# What add-ons provide by names that options take, and where the package's own names are, if any.
-SEAMS: Mapping[str, str] = {
-    "rollout_engine": "dschat_lora.rl.options.engines:ENGINES",
-    "environment": "dschat_lora.rl.options.names:ENVIRONMENT_LIBRARIES",
-    "reward_function": "",
-    "algorithm": "dschat_lora.rl.options.algorithms:ALGORITHMS",
-    "options_file": "",
-    "row_format": "",
-    "media": "",
-    "rest": "",
-    "thumbnails": "",
-    "observer": "",
-    "run_view": "",
-}
-# What takes options of add-ons, by the verb's name.
-COMMANDS = (
-    *("sft", "reward", "dpo", "rlhf", "distill"),
-    *("audit", "generate", "eval", "score", "chat", "serve", "nlg"),
+# What add-ons provide by names that options take, or under which the trunk looks for them.
+SEAMS = (
+    "rollout_engine",
+    "environment",
+    "reward_function",
+    "algorithm",
+    "options_file",
+    "row_format",
+    "media",
+    "rest",
+    "thumbnails",
+    "observer",
+    "run_view",
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
+# Verbs of the package's add-ons.
+_OWN_VERBS = tuple(verb for names in ADDONS.values() for verb in names.verbs.split())
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # Add-ons of which it was said that they are left out, for the processes that this one starts.
 _LEFT_OUT = "DSCHAT_LORA_ADDONS_LEFT_OUT"
@@ -55,10 +53,11 @@ class Addon:
         summaries: what each verb does, in a line of ``dschat-lora --help``.
         titles: what the report calls runs, by the name of their stage.
         functions: names in ``dschat_lora``, for Python; of the package's own add-ons alone.
-        options: by command, one of ``COMMANDS``, a frozen dataclass of ``option(...)``, which a
-            config has as ``config.addons.NAME``. Those of another package are typed as
-            ``--NAME_OPTION``.
-        provides: by seam, one of ``SEAMS``, what an option's value names.
+        options: by command, one of ``COMMANDS`` or a verb of an add-on, a frozen dataclass of
+            ``option(...)``, which a config has as ``config.addons.NAME``. Those of another package
+            are typed as ``--NAME_OPTION``.
+        provides: by seam, one of ``SEAMS``, what an option's value names; a name that ends in a
+            colon has all values that begin so, and its object is called with the value.
         needs: other add-ons that it does not work without.
 
     Raises:
@@ -84,8 +83,9 @@ class Addon:
             if seam not in SEAMS:
                 raise ValueError(f"it provides {seam!r}, which is none of {', '.join(SEAMS)}")
         for command in self.options:
-            if command not in COMMANDS:
-                raise ValueError(f"it has options of {command!r}, none of {', '.join(COMMANDS)}")
+            if command not in (*COMMANDS, *_OWN_VERBS, *self.verbs):
+                known = f"{', '.join(COMMANDS)} or an add-on's verbs"
+                raise ValueError(f"it has options of {command!r}, none of {known}")
         for named in (self.verbs, self.functions, self.options, *self.provides.values()):
             for path in named.values():
                 if not (isinstance(path, str) and _PATH.fullmatch(path)):
@@ -118,9 +118,11 @@ def installed() -> Mapping[str, Addon]:
 
 
 @cache
-def provided(seam: str) -> Mapping[str, str]:
-    """``module:object`` by the names that add-ons provide under a seam of ``SEAMS``."""
-    taken: Collection[str] = load(SEAMS[seam]) if SEAMS[seam] else ()
+def provided(seam: str, *taken: str) -> Mapping[str, str]:
+    """``module:object`` by the names that add-ons provide under a seam of ``SEAMS``.
+
+    The names ``taken`` are the trunk's own.
+    """
     found = dict[str, str]()
     for addon in installed().values():
         names = addon.provides.get(seam, {})
@@ -130,6 +132,29 @@ def provided(seam: str) -> Mapping[str, str]:
     return found
 
 
+def provided_name(seam: str, value: str, *taken: str) -> str:
+    """The name of ``provided(seam, *taken)`` that a value is of; empty if it is of none.
+
+    A name that ends in a colon, such as ``http:``, has all values that begin so, and its object is
+    called with the whole value.
+
+    Raises:
+        ValueError: if it is of an add-on of the package that is not installed.
+    """
+
+    def found(names: Collection[str]) -> str:
+        fits = (name for name in names if name.endswith(":") and value.startswith(name))
+        return value if value in names else next(fits, "")
+
+    if name := found(provided(seam, *taken)):
+        return name
+    for addon, own in ADDONS.items():
+        pairs = (each.split("=") for each in own.values.split())
+        if addon not in installed() and found([name for key, name in pairs if key == seam]):
+            raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
+    return ""
+
+
 def load(path: str) -> Any:
     """The object ``module:object`` of an add-on."""
     return pkgutil.resolve_name(path)
@@ -137,9 +162,8 @@ def load(path: str) -> Any:
 
 def verbs() -> list[str]:
     """Verbs of add-ons, those of the package's that are not installed too."""
-    own = [verb for names in ADDONS.values() for verb in names.verbs.split()]
-    others = [verb for addon in installed().values() for verb in addon.verbs if verb not in own]
-    return own + others
+    of_addons = (verb for addon in installed().values() for verb in addon.verbs)
+    return [*dict.fromkeys((*_OWN_VERBS, *of_addons))]
 
 
 def verb_path(verb: str) -> str:
@@ -254,7 +278,7 @@ def _new_addon(addon: Any, others: Mapping[str, Addon]) -> Addon:
     if lacking := [name for name in addon.needs if name not in others]:
         raise ValueError(f"it needs the add-on {lacking[0]}, which is not installed")
     _check_new("name", [addon.name], {"the package": ADDONS, "another add-on": others})
-    own = [*VERBS, *(verb for names in ADDONS.values() for verb in names.verbs.split())]
+    own = (*VERBS, *_OWN_VERBS)
     them = {f"the add-on {each.name}": each for each in others.values()}
     _check_new("verb", addon.verbs, {"the package": own, **{n: a.verbs for n, a in them.items()}})
     for seam, names in addon.provides.items():

@@ -12,6 +12,27 @@ FORMER = {
     "api.command_lines": (
         "run_stage stage run_nlg run_glue launched plan tune audit merge generate evaluate demo"
     ),
+    "api.demo": (
+        "SFT_OPTIONS REWARD_OPTIONS PPO_OPTIONS NAMES run_demo stage_options judgement_rows demo"
+    ),
+    "api.demo_judge": (
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement evaluate_by_rule "
+        "judge_model rule_scores perplexity accuracy_by_flaw"
+    ),
+    "api.losses": "Tables TokenLoss OPTIONS Loss make_loss counted",
+    "api.notebook": (
+        "TRAIN_METRICS Points in_notebook shown_in_notebook NotebookView box items table "
+        "eval_table point curve_html run_html"
+    ),
+    "api.sequences": (
+        "Numbers TokenSequence SequenceBatch check_sequences check_tokens make_batches make_batch"
+    ),
+    "api.trainer": "Trainer",
+    "api.trainer_build": (
+        "OPTIONS TrainerConfig check_options TrainerParts open_parts close_parts decoding "
+        "save_state load_state"
+    ),
+    "api.trainer_sampling": "Prompt Key Sample draw make_sampling check_fits make_seeds",
     "checkpoint.gpt2_checkpoint": "Gpt2Checkpoint read_gpt2_checkpoint load_base",
     "data.filtering": (
         "MAX_SHOWN LANGUAGE_CHARACTERS Fate FATES Filtered RowFilter filter_rows compared_texts "
@@ -116,6 +137,10 @@ FORMER = {
         "measurements"
     ),
     "pipeline.hour_probes": "NO_ROOM main machine graphs weights",
+    "pipeline.judge": (
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement evaluate_by_rule "
+        "judge_model rule_scores perplexity accuracy_by_flaw"
+    ),
     "pipeline.known_models": "show_model model_facts",
     "pipeline.plan": (
         "BANDWIDTH_SHARE RoleMemory StageMemory StepTime Seconds NoTokenizer StagePlan "
@@ -145,6 +170,25 @@ FORMER = {
         "ConfigT pipeline doctor report rollouts models inspect score push export "
         "extract accept parsed_config"
     ),
+    "report.curves": "METRICS Metric Curve Chart charts_of standard_error chart_data thin",
+    "report.html": "FILE LiveReport render_report page render write_whole",
+    "report.markup": (
+        "HUGE safe without_controls number amount short duration operations value_text "
+        "visible sample_text sample_html histogram"
+    ),
+    "report.rollouts": (
+        "Rollout FILE MOST_UNPACKED open_rollouts as_member read_rollouts RolloutQuery "
+        "show_rollouts select_rollouts summary_text rollout_text"
+    ),
+    "report.run_data": "MOST_METRICS PHASES OTHER RunData read_runs read_run read_metrics",
+    "report.sections": (
+        "results settings differences data_rows source_rows length_rows bad_rows answers "
+        "rollout_data"
+    ),
+    "report.trackers": "TRACKERS_FILE PROJECT TensorBoard RunTracker",
+    "report.verdict": (
+        "TITLES WORDS Change title_of outcome_of what_was_trained changes_of cost doubts"
+    ),
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
         "reward_and_metrics"
@@ -158,12 +202,12 @@ FORMER = {
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
     "rl.play.agent_server": "HOST AgentServer",
-    "rl.play.agents": (
-        "HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST load_agents AgentServer"
-    ),
+    "rl.play.agents": ("HOST PATIENCE QUIET AgentFailedError AgentLimits Agents HOST AgentServer"),
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
+    "runtime.data_audit": "STAGES RowFindings Findings audit_data show_audit",
+    "runtime.describe": "inspect_directory describe",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

@@ -148,7 +148,7 @@ def test_ranks_of_a_launcher_find_their_verb_behind_its_arguments(monkeypatch):
     monkeypatch.setattr(command, "load", lambda path: lambda argv: seen.append((path, argv)))
     monkeypatch.setattr("sys.argv", ["dschat-lora", "--local_rank=1", "sft", "--lora_dim", "8"])
     command.main()
-    assert seen == [(command.VERBS["sft"].run, ["--local_rank=1", "--lora_dim", "8"])]
+    assert seen == [(command.path_of("sft"), ["--local_rank=1", "--lora_dim", "8"])]
 
 
 @of_the_whole

@@ -10,6 +10,10 @@ of_the_whole = pytest.mark.skipif(
 )
 
 
+# What add-ons write beside what a run of the trunk does.
+PAGES = {"report.html"} if "report" in installed() else set()
+
+
 def is_gone(verb):
     """Whether a verb of ``dschat-lora`` is of an add-on that is not installed."""
     return verb in set(verbs()).difference(*(each.verbs for each in installed().values()))

@@ -19,7 +19,7 @@ from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.commands import seeds, train
 from dschat_lora.commands.launch import LauncherConfig
 from dschat_lora.commands.stages import STAGES
-from dschat_lora.config.addons import installed, load, verb_path
+from dschat_lora.config.addons import installed, load
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.values import is_switch, switch_words, value_shape
@@ -199,8 +199,7 @@ def _of_parser(command):
 
     with replaced((Parser, "parse_known_args", catch)), contextlib.suppress(_FoundError):
         verb = command.verb
-        path = program.VERBS[verb].run if verb in program.VERBS else verb_path(verb)
-        load(path)([*command.words[1:], *command.needed])
+        load(program.path_of(verb))([*command.words[1:], *command.needed])
     for action in found[0]._actions:
         name = action.option_strings[0].removeprefix("--") if action.option_strings else "-h"
         if name != "-h":

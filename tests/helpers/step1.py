@@ -1,6 +1,5 @@
 """Step 1 as a user starts it: its checks in this process, or the whole command in another."""
 
-import gzip
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ import pytest
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.report.rollout_file import FILE, members
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
 
@@ -96,8 +96,8 @@ def deepspeed(*argv, launcher=()):
 
 def rollouts(directory):
     """The responses that a run of step 3 kept."""
-    with gzip.open(directory / "rollouts.jsonl.gz", "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    found = members((directory / FILE).read_bytes())
+    return [json.loads(line) for text, _ in found for line in text.splitlines()]
 
 
 def metrics(directory, kind=None):

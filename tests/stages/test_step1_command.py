@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from helpers.addons import PAGES
 from helpers.spread import ALL
 from helpers.step1 import ROOT, deepspeed, metrics, python, run, write_jsonl
 
@@ -192,7 +193,7 @@ def test_the_built_in_chat_format_is_saved_as_a_template(title, home):
 
 def test_output_directory_holds_nothing_else(title, home):
     names = {path.name for path in (home / "output" / "sft").iterdir()}
-    assert names == {"run.json", "metrics.jsonl", "report.html", "adapter", "checkpoints"}
+    assert names == PAGES | {"run.json", "metrics.jsonl", "adapter", "checkpoints"}
 
 
 # ---------------------------------------------------------------------------- own data, no launcher

@@ -21,6 +21,7 @@ from dschat_lora.checkpoint.adapter_config import accept_adapter
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
+from helpers.addons import PAGES
 from helpers.launcher import STEP1
 from helpers.spread import ALL
 from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl
@@ -253,7 +254,7 @@ def test_dpo_adapter_is_one_of_a_language_model(dpo):
 
 @stage_test
 def test_directories_hold_what_the_stage_writes_and_nothing_else(reward, dpo):
-    common = {"run.json", "metrics.jsonl", "report.html", "adapter", "checkpoints"}
+    common = PAGES | {"run.json", "metrics.jsonl", "adapter", "checkpoints"}
     assert {path.name for path in reward[0].iterdir()} == common | {"model"}
     assert {path.name for path in dpo[0].iterdir()} == common
 

@@ -20,6 +20,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.stage_main import run_main
+from helpers.addons import PAGES
 from helpers.launcher import ROOT
 from helpers.rlhf_course import save_family, write_prompts, write_texts
 from helpers.spread import ALL
@@ -149,8 +150,8 @@ stage_test = pytest.mark.stage
 def test_directory_holds_what_the_stage_writes_and_nothing_else(finished):
     directory, ended = finished
     assert {path.name for path in directory.iterdir()} == {
-        *("run.json", "metrics.jsonl", "report.html", "rollouts.jsonl.gz", "checkpoints"),
-        *("actor", "critic", "actor_ema"),
+        *("run.json", "metrics.jsonl", "rollouts.jsonl.gz", "checkpoints"),
+        *("actor", "critic", "actor_ema", *PAGES),
     }
     for role in ("actor", "critic", "actor_ema"):
         assert {path.name for path in (directory / role).iterdir()} == {"adapter", "model"}
@@ -298,7 +299,7 @@ def test_no_epochs_evaluate_alone(home, command):
     assert (only["kind"], only["step"]) == ("eval", 0)
     assert only["kl"] == pytest.approx(0, abs=1e-6)
     written = {path.name for path in (home / "looked").iterdir()}
-    assert written == {"run.json", "metrics.jsonl", "report.html"}
+    assert written == PAGES | {"run.json", "metrics.jsonl"}
     assert json_of(home / "looked" / "run.json")["status"] == "finished"
 
 

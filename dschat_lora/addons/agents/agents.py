@@ -4,7 +4,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +15,6 @@ from starlette.routing import Route
 from dschat_lora.addons.agents import agent_programs
 from dschat_lora.addons.agents.agent_programs import (
     CALL_NUMBER,
-    AgentCommand,
-    AgentFunction,
     NoRewardError,
     Program,
     reward_and_metrics,
@@ -31,7 +28,6 @@ from dschat_lora.addons.agents.conversations import (
     Episode,
     PromptTokens,
 )
-from dschat_lora.addons.agents.options import AgentOptions
 from dschat_lora.addons.serving.endpoint.answers import (
     AnswerResponse,
     BusyError,
@@ -50,20 +46,14 @@ from dschat_lora.addons.serving.endpoint.sockets import address_of, listen
 from dschat_lora.addons.serving.endpoint.text import TextStream
 from dschat_lora.addons.serving.endpoint.turns import Piece, Turn
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.messages import Message
 from dschat_lora.engine.distributed import data_world_size, max_over_ranks, tensor_rank
 from dschat_lora.generation.sampling import undrawn_reason
-from dschat_lora.generation.stops import end_of_text
-from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
 from dschat_lora.rl.draw.player import AskedTurn, Draw, Key, Player
-from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.coroutines import start
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import TIMED_OUT, DecodedTurn, Response
-from dschat_lora.rl.response.turn_tokens import TurnTokens
-from dschat_lora.rl.score.user_functions import find_object
 
 HOST = "127.0.0.1"
 # Seconds that a round waits for episodes that neither ask nor end, once another one has asked.
@@ -394,39 +384,6 @@ def _where(episode: Episode) -> str:
 
 
 HOST = "127.0.0.1"
-
-
-def load_agents(
-    options: AgentOptions,
-    config: RlhfConfig,
-    tokenizer: Tokenizer,
-    turn_tokens: TurnTokens,
-    closing: ExitStack,
-) -> Agents:
-    """The agents of ``--agent`` or ``--agent_command``; ``closing`` ends their server.
-
-    Raises:
-        ValueError: if there is no such function.
-    """
-    batch, data = config.batch, config.data
-    program: Program
-    if options.agent is None:
-        program = AgentCommand(str(options.agent_command), bool(config.rewards.reward_function))
-    else:
-        program = AgentFunction(options.agent, find_object("agent", options.agent))
-    to = PromptTokens(make_encoder(tokenizer), turn_tokens, data.max_seq_len)
-    seconds, retries, calls = options.agent_timeout, options.agent_retries, options.agent_max_calls
-    agents = Agents(
-        program,
-        to,
-        AgentLimits(seconds, retries, calls, calls_at_a_time=batch.rows_decoded),
-        max_new_tokens=data.max_answer_seq_len,
-        end_of_text=lambda stop, tokens: end_of_text(
-            tokens, (*batch.stop_strings, *stop), tokenizer.decode
-        ),
-    )
-    closing.callback(agents.close)
-    return agents
 
 
 class AgentServer:

@@ -90,7 +90,34 @@ class AgentOptions:
         turn_tokens: "TurnTokens",
         closing: ExitStack,
     ) -> "Player":
-        """What plays the episodes; ``closing`` ends its server."""
-        from dschat_lora.addons.agents.agents import load_agents  # has a server's libraries
+        """The agents of ``--agent`` or ``--agent_command``; ``closing`` ends their server.
 
-        return load_agents(self, config, tokenizer, turn_tokens, closing)
+        Raises:
+            ValueError: if there is no such function.
+        """
+        # which have a server's libraries
+        from dschat_lora.addons.agents.agent_programs import AgentCommand, AgentFunction
+        from dschat_lora.addons.agents.agents import AgentLimits, Agents
+        from dschat_lora.addons.agents.conversations import PromptTokens
+        from dschat_lora.data.encoder import make_encoder
+        from dschat_lora.generation.stops import end_of_text
+        from dschat_lora.rl.score.user_functions import find_object
+
+        batch, data = config.batch, config.data
+        program: AgentCommand | AgentFunction
+        if self.agent is None:
+            program = AgentCommand(str(self.agent_command), bool(config.rewards.reward_function))
+        else:
+            program = AgentFunction(self.agent, find_object("agent", self.agent))
+        seconds, retries, calls = self.agent_timeout, self.agent_retries, self.agent_max_calls
+        agents = Agents(
+            program,
+            PromptTokens(make_encoder(tokenizer), turn_tokens, data.max_seq_len),
+            AgentLimits(seconds, retries, calls, calls_at_a_time=batch.rows_decoded),
+            max_new_tokens=data.max_answer_seq_len,
+            end_of_text=lambda stop, tokens: end_of_text(
+                tokens, (*batch.stop_strings, *stop), tokenizer.decode
+            ),
+        )
+        closing.callback(agents.close)
+        return agents

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import regex
 
-from dschat_lora.addons.audit.config import FilterConfig
+from dschat_lora.addons.audit.options import FilterOptions
 from dschat_lora.addons.audit.similar_rows import Likeness, NearDuplicates, SharedRuns, words_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.staging import staged_file
@@ -42,7 +42,7 @@ FATES: tuple[Fate, ...] = get_args(Fate)
 class Filtered:
     """The fate of each row of the training sources, each counted once, and their languages."""
 
-    config: FilterConfig
+    config: FilterOptions
     fates: Counter[Fate] = field(default_factory=Counter)
     near_duplicates: list[Likeness] = field(default_factory=list)  # the first few
     contaminated: list[Likeness] = field(default_factory=list)
@@ -102,7 +102,7 @@ class RowFilter:
     """Tells the fate of rows one after another, and keeps a sample of those that can be used."""
 
     def __init__(
-        self, config: FilterConfig, data: DataConfig, chat: Chat, *, kind: DataKind, seed: int
+        self, config: FilterOptions, data: DataConfig, chat: Chat, *, kind: DataKind, seed: int
     ) -> None:
         self.found = Filtered(config)
         self.sample: list[str] = []
@@ -151,7 +151,7 @@ class RowFilter:
 
 
 def filter_rows(
-    config: FilterConfig, data: DataConfig, chat: Chat, *, kind: DataKind, seed: int
+    config: FilterOptions, data: DataConfig, chat: Chat, *, kind: DataKind, seed: int
 ) -> Filtered:
     """Tell the fate of each training row, and write those that are kept.
 

@@ -20,7 +20,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dschat_lora.addons.evaluation.config import EvalConfig
-from dschat_lora.addons.evaluation.options import TaskOptions
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.engine.build import TrainEngine
@@ -56,7 +55,10 @@ def measure_tasks(config: EvalConfig) -> dict[str, float]:
 
 
 def task_measures(
-    options: TaskOptions, setup: SupervisedSetup, engine: TrainEngine[BackboneModel]
+    given: Sequence[str],
+    limit: int | None,
+    setup: SupervisedSetup,
+    engine: TrainEngine[BackboneModel],
 ) -> Callable[[], dict[str, float]]:
     """A function that measures ``--eval_tasks``: ``task/NAME/MEASURE``; call on every rank.
 
@@ -68,7 +70,7 @@ def task_measures(
             "--eval_tasks are measured with the held-out rows, and there are none: give "
             "--eval_data_path or --eval_ratio"
         )
-    tasks = find_tasks(options.eval_tasks, option="--eval_tasks")
+    tasks = find_tasks(given, option="--eval_tasks")
     model = HarnessModel(
         LoadedPolicy(setup.source, engine.module.model, setup.tokenizer),
         batch_size=setup.config.batch.per_device_eval_batch_size,
@@ -78,7 +80,7 @@ def task_measures(
     def measure() -> dict[str, float]:
         engine.eval()
         with redirect_stderr(StringIO()):  # its bars of progress
-            found = tasks.measure(model, limit=options.eval_tasks_limit or None)
+            found = tasks.measure(model, limit=limit)
         # A report knows errors by this name.
         return {
             f"task/{task}/{name.replace('_stderr', '_standard_error')}": value

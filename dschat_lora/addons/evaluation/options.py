@@ -64,7 +64,7 @@ class TaskOptions:
             return None
         from dschat_lora.addons.evaluation.harness import task_measures
 
-        return task_measures(self, setup, engine)
+        return task_measures(self.eval_tasks, self.eval_tasks_limit or None, setup, engine)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ ADDON = Addon(
         "generate": "dschat_lora.addons.images.options:PromptImageOptions",
     },
     provides={
-        "media": {"images": "dschat_lora.addons.images.families:image_reader"},
+        "media": {"images": "dschat_lora.addons.images.media:image_reader"},
         "rest": {"images": "dschat_lora.addons.images.beside:load_adapted"},
         "thumbnails": {"images": "dschat_lora.addons.images.pictures:thumbnails"},
     },

@@ -2,11 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from dschat_lora.addons.images.reader import ImageReader
-    from dschat_lora.data.encoder import Tokenizer
+from typing import Literal, NamedTuple
 
 
 class Family(NamedTuple):
@@ -37,55 +33,6 @@ WITH_TORCHVISION = {
     "gemma4_unified": Family(mutual="windows"),
 }
 KNOWN = FAMILIES | WITH_TORCHVISION
-
-
-def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "ImageReader | None":
-    """What reads pictures for the model at ``base``; None where it sees none.
-
-    Without a tokenizer it reads rows alone.
-    """
-    kind = model_type(base)
-    if kind is not None and kind not in KNOWN:
-        return None
-    from dschat_lora.addons.images.options import ImageOptions
-    from dschat_lora.addons.images.reader import ImageReader, PictureStore, RunDecoder
-    from dschat_lora.runtime.checks import cache_directory
-
-    options = getattr(getattr(config, "addons", None), "images", None)
-    options = ImageOptions() if config is None else options
-    if options is None:  # of a command that reads no pictures
-        return None
-    data = getattr(config, "data", None)  # a verb that prepares none has pictures in memory
-    data = getattr(data, "data", data)
-    store = PictureStore(None if data is None else cache_directory(data) / "pictures")
-    refusal = _refusal(config, KNOWN.get(kind or "", Family()))
-    reader = ImageReader(base, tokenizer, options, store, refusal)
-    if tokenizer is not None:
-        tokenizer.decode = RunDecoder(tokenizer, reader)  # type: ignore[method-assign]
-    return reader
-
-
-def _refusal(config: Any, family: Family) -> str:
-    """Why the options of a command are for text alone; "" if they are not."""
-    parallel, data = getattr(config, "parallel", None), getattr(config, "data", None)
-    divided = getattr(parallel, "context_parallel_size", 1)
-    if divided > 1 and (family.by_grid or family.mutual):
-        return (
-            f"--context_parallel_size {divided} divides rows, and the model reads images, whose "
-            "places and masks are those of whole rows: drop it"
-        )
-    of_text = {"--streaming": getattr(getattr(data, "data", data), "streaming", False)}
-    if hasattr(config, "has_turns"):
-        engine = config.batch.rollout_engine
-        of_text |= {
-            f"--rollout_engine {engine}": engine != "own",
-            "distillation": config.ppo.rules.distills,
-            "an environment, agent or player": config.has_turns,
-        }
-    for what, is_used in of_text.items():
-        if is_used:
-            return f"{what} reads text alone, and the rows hold more, such as images"
-    return ""
 
 
 def model_type(base: str) -> str | None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
@@ -16,8 +15,8 @@ from os import PathLike
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
+from dschat_lora.addons.images.entries import Entry, Expansion, HeldRun, Passing, Shape
 from dschat_lora.addons.images.families import FAMILIES, WITH_TORCHVISION, model_type
 from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.addons.images.pictures import (
@@ -25,7 +24,6 @@ from dschat_lora.addons.images.pictures import (
     Limits,
     Picture,
     PictureStore,
-    Reference,
     digest,
     open_picture,
     picture_size,
@@ -53,94 +51,10 @@ INDEX = "pictures.json"
 MOST_NAMED = 10_000  # in a checkpoint
 LAST_ID = 2**31  # tokens are stored in 32 bits
 SHAPES_AT_ONCE = 64  # that one process expands in a second or two
-# Of pictures that come one after another: those that are known though no run of them is held, and
-# shapes.
-RECENT, RECENT_BYTES, RECENT_SHAPES = 1024, 2**28, 4096
+RECENT_SHAPES = 4096  # known of pictures that come one after another
 # Most of a request: pictures, and bytes of one.
 REQUEST_PICTURES, REQUEST_BYTES = 64, 2**25
 _DECODING = Lock()  # one of many requests' pictures at a time, as they may be large
-
-# Width, height and whether it is a sample's only picture, where the processor's tiles depend on it.
-Shape = tuple[int, int, bool]
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """What the processor writes for pictures of a shape."""
-
-    text: str  # in the place of its placeholder
-    size: int  # image tokens in it
-    grid: tuple[int, int]  # their rows and columns, for positions by a grid; else (0, 0)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A picture with its run of ids."""
-
-    reference: Reference  # by which it is found again, with the digest of its bytes
-    shape: Shape
-    first: int = 0
-    size: int = 0
-    grid: tuple[int, int] = (0, 0)
-
-    @property
-    def alone(self) -> bool:
-        """Whether it is cut into tiles as a sample's only picture."""
-        return self.shape[2]
-
-    @property
-    def name(self) -> str:
-        """In a word or two: its file's, or its size."""
-        path, (width, height, _) = self.reference.get("path"), self.shape
-        return f"picture {Path(path).name if path else f'{width} x {height}'}"
-
-
-class _HeldRun(Run):
-    """A run with its entry, which is forgotten after it."""
-
-    entry: Entry
-
-
-class Passing:
-    """Pictures that come one after another: they are known while a run is held, and a while after.
-
-    Ids are not used twice. Copies begin anew.
-    """
-
-    def __init__(self) -> None:
-        self._next = FIRST_ID
-        self._held: WeakValueDictionary[int, Entry] = WeakValueDictionary()
-        self._recent: OrderedDict[tuple[str, bool], Entry] = OrderedDict()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Passing, ()
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Those that are known, in the order of their ids."""
-        found = (ref() for ref in self._held.valuerefs())
-        return sorted((each for each in found if each is not None), key=lambda each: each.first)
-
-    def find(self, digest: str, *, alone: bool) -> Entry | None:
-        """The entry of a picture of these bytes, if it is known."""
-        if (digest, alone) in self._recent:
-            self._recent.move_to_end((digest, alone))
-        return self._recent.get((digest, alone))
-
-    def add(self, entry: Entry, known: Expansion) -> Entry:
-        """The entry with ids; it is known from here on."""
-        entry = replace(entry, first=self._next, size=known.size, grid=known.grid)
-        self._next += known.size
-        self._held[entry.first] = entry
-        self._recent[entry.reference["digest"], entry.alone] = entry
-        sizes = [len(each.reference.get("data", b"")) for each in self._recent.values()]
-        total = sum(sizes)
-        for size in sizes[:-1]:
-            if len(self._recent) <= RECENT and total <= RECENT_BYTES:
-                break
-            self._recent.popitem(last=False)
-            total -= size
-        return entry
 
 
 @dataclass
@@ -348,7 +262,7 @@ class ImageReader:
     def _run(self, entry: Entry) -> Run:
         if self._entries:  # of data, whose entries stay
             return Run(entry.first, entry.size, self.token_id)
-        run = _HeldRun(entry.first, entry.size, self.token_id)
+        run = HeldRun(entry.first, entry.size, self.token_id)
         run.entry = entry
         return run
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.beside import load_rest
+from dschat_lora.addons.images.entries import Entry, Pictures
 from dschat_lora.addons.images.families import KNOWN, Family
-from dschat_lora.addons.images.reader import Entry, ImageReader
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.engine.zero import gathered
 from dschat_lora.models.backbone import cache_argument
@@ -54,7 +54,7 @@ class PictureInputs:
         self,
         load: Callable[[], nn.Module],
         family: Family,
-        reader: ImageReader,
+        reader: Pictures,
         model: TextModel | None = None,
     ) -> None:
         self._load, self.family, self.reader, self.model = load, family, reader, model
@@ -280,7 +280,7 @@ def mutual_inputs(
     return {"attention_mask": made if isinstance(mask, dict) else made["full_attention"]}
 
 
-def attach(model: PreTrainedModel, reader: ImageReader, base: str) -> None:
+def attach(model: PreTrainedModel, reader: Pictures, base: str) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
     A frozen one is shared, with its features, by all models on ``base``. It is loaded here where

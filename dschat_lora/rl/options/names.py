@@ -6,32 +6,53 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from dschat_lora.config.addons import SEAMS, provided
+from dschat_lora.config.addons import SEAMS, provided, provided_name
 from dschat_lora.config.groups import require
 from dschat_lora.config.held import held_object, is_held, is_in_module
 from dschat_lora.runtime.checks import imported
 
 Function = Callable[..., Any] | str  # or module:function, which is imported when it is called
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
+# Of options whose values are named by the seam of another one.
+_SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
 BUILTIN = "builtin:"  # before the name of a built-in reward
 # Before the name of an environment of theirs.
 ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
+# By option the names that are the package's own, which no add-on may have.
+OWN_NAMES: Mapping[str, tuple[str, ...]] = {
+    "rollout_engine": ("own", "transformers", "vllm"),
+    "environment": ENVIRONMENT_LIBRARIES,
+    "algorithm": (
+        *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),
+        *("gspo", "cispo", "gdpo", "sapo", "distill"),
+    ),
+}
 
 
 def of_addons(option: str) -> Mapping[str, str]:
     """``module:object`` by the names that add-ons provide for an option; gates and judges score."""
-    scores = option in ("reward_gate", "judge_function")
-    return provided("reward_function" if scores else option) if option in SEAMS or scores else {}
+    seam = _SEAMS.get(option, option)
+    return provided(seam, *OWN_NAMES.get(seam, ())) if seam in SEAMS else {}
+
+
+def addon_name(option: str, name: str) -> str:
+    """That of :func:`of_addons` which ``name`` is of; empty if it is of none.
+
+    Raises:
+        ValueError: if it is of an add-on that is not installed.
+    """
+    seam = _SEAMS.get(option, option)
+    return provided_name(seam, name, *OWN_NAMES.get(seam, ())) if seam in SEAMS else ""
 
 
 def object_path(option: str, name: str) -> str:
     """``module:object`` of what an option names, an object of the user's or an add-on's."""
-    return of_addons(option).get(name, name)
+    return of_addons(option).get(addon_name(option, name), name)
 
 
 def is_own(option: str, name: str) -> bool:
     """Whether ``name`` is of an object of the user's or an add-on's, for :func:`load_object`."""
-    return is_held(name) or is_in_module(name) or name in of_addons(option)
+    return is_held(name) or bool(addon_name(option, name)) or is_in_module(name)
 
 
 def is_builtin(name: str) -> bool:
@@ -90,7 +111,8 @@ def load_object(option: str, name: str, kind: str = "") -> object:
     """
     if is_held(name):
         return held_object(name, option)
-    return imported(option, object_path(option, name), kind)
+    found = imported(option, object_path(option, name), kind)
+    return found(name) if addon_name(option, name).endswith(":") else found
 
 
 def made(option: str, name: str, found: Any) -> Any:

@@ -15,7 +15,7 @@ from seeing import Stock, as_sent, asked, data_uri, write_adapter
 from transformers import AutoModelForSequenceClassification
 
 import dschat_lora as dl
-from dschat_lora.addons.images import reader as readers
+from dschat_lora.addons.images import entries
 from dschat_lora.commands import verbs
 from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, ModelConfig
 from dschat_lora.data.media import FIRST_ID, media_reader
@@ -338,7 +338,7 @@ def insert(reader, *pictures):
 def test_a_picture_is_known_while_a_prompt_holds_it_and_its_ids_are_not_used_again(
     reader, monkeypatch
 ):
-    monkeypatch.setattr(readers, "RECENT", 3)
+    monkeypatch.setattr(entries, "RECENT", 3)
     pictures = [drawn(8, 8, seed=seed) for seed in range(8)]
     (held,) = insert(reader, pictures[0])
     assert insert(reader, pictures[0]) == (held,)  # its bytes are the same
@@ -354,7 +354,7 @@ def test_a_picture_is_known_while_a_prompt_holds_it_and_its_ids_are_not_used_aga
 
 
 def test_a_model_that_has_seen_a_picture_does_not_hold_it(reader, base, monkeypatch):
-    monkeypatch.setattr(readers, "RECENT", 3)
+    monkeypatch.setattr(entries, "RECENT", 3)
     options = ModelConfig(model_name_or_path=str(base))
     model = load_policy(options).model
     model.base_model._forward_pre_hooks.clear()  # of a reader of its own
@@ -367,7 +367,7 @@ def test_a_model_that_has_seen_a_picture_does_not_hold_it(reader, base, monkeypa
 
 def test_bytes_of_pictures_that_nobody_holds_are_bounded(reader, monkeypatch):
     size = len(base64.b64decode(data_uri(drawn(30, 30)).partition(",")[2]))
-    monkeypatch.setattr(readers, "RECENT_BYTES", 3 * size)
+    monkeypatch.setattr(entries, "RECENT_BYTES", 3 * size)
     for seed in range(9):
         insert(reader, drawn(30, 30, seed=seed))
     assert len(reader.entries) <= 3

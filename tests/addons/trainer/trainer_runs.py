@@ -2,8 +2,8 @@
 
 import random
 
-from dschat_lora.api import trainer_build
-from dschat_lora.api.trainer import Trainer
+from dschat_lora.addons.trainer import build as trainer_build
+from dschat_lora.addons.trainer.trainer import Trainer
 from dschat_lora.engine.distributed import data_rank, data_world_size
 
 PROMPTS = ["\n\nHuman: Which is larger, 10 or 16?\n\nAssistant:", "The capital", "Count: a b"]

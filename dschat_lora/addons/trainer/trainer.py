@@ -14,18 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.api.losses import Loss, TokenLoss, make_loss
-from dschat_lora.api.options import Model, with_options
-from dschat_lora.api.sequences import (
-    SequenceBatch,
-    TokenSequence,
-    check_sequences,
-    check_tokens,
-    make_batch,
-    make_batches,
-)
-from dschat_lora.api.trainer_build import (
+from dschat_lora.addons.trainer.build import (
     OPTIONS,
     TrainerConfig,
     TrainerParts,
@@ -35,7 +24,8 @@ from dschat_lora.api.trainer_build import (
     open_parts,
     save_state,
 )
-from dschat_lora.api.trainer_sampling import (
+from dschat_lora.addons.trainer.losses import Loss, TokenLoss, make_loss
+from dschat_lora.addons.trainer.sampling import (
     Key,
     Prompt,
     Sample,
@@ -44,6 +34,16 @@ from dschat_lora.api.trainer_sampling import (
     make_sampling,
     make_seeds,
 )
+from dschat_lora.addons.trainer.sequences import (
+    SequenceBatch,
+    TokenSequence,
+    check_sequences,
+    check_tokens,
+    make_batch,
+    make_batches,
+)
+from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.api.options import Model, with_options
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder

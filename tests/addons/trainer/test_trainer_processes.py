@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from trainer_runs import PROMPTS, go_on, random_sequences, train
 
-from dschat_lora.api.trainer import Trainer
+from dschat_lora.addons.trainer.trainer import Trainer
 from dschat_lora.engine.process_group import shutdown
 from helpers.spread import ALL
-from helpers.trainer_runs import PROMPTS, go_on, random_sequences, train
 
 
 def test_trainers_stand_beside_each_other_and_after_each_other():
@@ -61,9 +61,7 @@ def alone(tmp_path_factory):
 @pytest.mark.stage
 @pytest.mark.parametrize("stage", [0, 2, 3] if ALL else [3])
 def test_two_ranks_are_one_on_all_sequences(stage, alone, ranks, tmp_path):
-    shared = ranks(2).run(
-        "helpers.trainer_runs:train", stage=stage, directory=str(tmp_path / "shared")
-    )
+    shared = ranks(2).run("trainer_runs:train", stage=stage, directory=str(tmp_path / "shared"))
     for each in shared:
         assert each["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert each["norms"] == pytest.approx(alone["norms"], rel=1e-4)
@@ -75,7 +73,7 @@ def test_two_ranks_are_one_on_all_sequences(stage, alone, ranks, tmp_path):
     torch.testing.assert_close(saved, alone["saved"], atol=1e-5, rtol=1e-5)
     # What two processes have saved one goes on from, at another stage.
     settings = {"stage": 0, "directory": str(tmp_path / "shared")}
-    found = ranks(2).run("helpers.trainer_runs:go_on", **(settings | {"stage": stage}))
+    found = ranks(2).run("trainer_runs:go_on", **(settings | {"stage": stage}))
     assert found[0] == found[1]
     here = go_on(**settings, has_past=False)
     assert here["step"] == found[0]["step"] == 5
@@ -95,7 +93,7 @@ def test_zero_stages_agree_in_one_process(alone):
 @pytest.mark.stage
 def test_a_mistake_on_one_rank_is_one_on_all(ranks):
     bad = {**random_sequences(1)[0], "weights": [1.0]}
-    found = ranks(2).run("helpers.trainer_runs:refused", sequences=[random_sequences(2), [bad]])
+    found = ranks(2).run("trainer_runs:refused", sequences=[random_sequences(2), [bad]])
     assert found[0] == found[1]
     assert found[0]["words"].startswith("sequences[0]['weights'] has 1 values for ")
     assert found[0]["loss"] > 0
@@ -104,7 +102,7 @@ def test_a_mistake_on_one_rank_is_one_on_all(ranks):
 @pytest.mark.thorough
 @pytest.mark.stage
 def test_sharded_weights_sample_as_whole_ones_do(ranks):
-    run = "helpers.trainer_runs:sample_in_shards"
+    run = "trainer_runs:sample_in_shards"
     whole, shards = (ranks(2).run(run, small=small) for small in (False, True))
     assert shards == whole
     assert whole[1]["tokens"] == []

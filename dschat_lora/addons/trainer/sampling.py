@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from dschat_lora.addons.trainer.build import TrainerParts, decoding
 from dschat_lora.algos.seeds import stream_seed
-from dschat_lora.api.trainer_build import TrainerParts, decoding
 from dschat_lora.engine.distributed import max_over_ranks
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 

@@ -1,4 +1,4 @@
-"""The code of docs/python_primitives.md does what the page says."""
+"""The code of docs/addons/trainer.md does what the page says."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_runs import random_sequences
 
 import dschat_lora
-from dschat_lora.api.trainer import Trainer
+from dschat_lora.addons.trainer.trainer import Trainer
 from dschat_lora.config.options import parse_config
 from dschat_lora.rl.loop.train import run_rlhf
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
 from helpers.launcher import ROOT
-from helpers.trainer_runs import random_sequences
 
-PAGE = (ROOT / "docs" / "python_primitives.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "addons" / "trainer.md").read_text(encoding="utf-8")
 COMMAND = re.search(r"^dschat-lora rlhf (.*)$", PAGE, re.MULTILINE)[1]
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 LOOP, WITH_REFERENCE, OWN_LOSS, SHARED = PYTHON

@@ -7,13 +7,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from trainer_runs import PROMPTS, options, random_sequences
 from transformers import AutoModelForCausalLM
 
 import dschat_lora as dl
+from dschat_lora.addons.trainer.trainer import Trainer
 from dschat_lora.algos.ppo import cispo_loss
-from dschat_lora.api.trainer import Trainer
 from dschat_lora.assets import BUNDLED_MODEL
-from helpers.trainer_runs import PROMPTS, options, random_sequences
 
 
 @pytest.fixture(scope="module")
@@ -412,6 +412,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_the_others(trainer):
     assert [a.tokens for a in other[0]] != [a.tokens for a in whole[0]]
 
 
+@pytest.mark.smoke
 def test_prompts_are_texts_tokens_or_messages(trainer):
     ids = trainer.encode(PROMPTS[0])
     messages = [{"role": "user", "content": "Which is larger, 10 or 16?"}]
