@@ -22,17 +22,6 @@ _HOMES = {
     **dict.fromkeys(("generate", "merge"), "api.verbs"),
     "Algorithm": "rl.options.algorithms",
     "Addon": "config.addons",
-    # DeepSpeed-Chat's
-    **dict.fromkeys(
-        (
-            "convert_linear_layer_to_lora",
-            "convert_lora_to_linear_layer",
-            "only_optimize_lora_parameters",
-            "make_model_gradient_checkpointing_compatible",
-            "get_optimizer_grouped_parameters",
-        ),
-        "lora.deepspeed_chat",
-    ),
 }
 _OF_ADDONS = [name for each in ADDONS.values() for name in each.functions.split()]
 __all__ = ["__version__", *_HOMES, *_OF_ADDONS]

@@ -13,14 +13,14 @@ from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
-from dschat_lora.lora.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
-from dschat_lora.lora.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
-from dschat_lora.lora.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
-from dschat_lora.lora.deepspeed_chat import make_model_gradient_checkpointing_compatible as make_model_gradient_checkpointing_compatible
-from dschat_lora.lora.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
 from dschat_lora.addons.audit.python import Audit as Audit
+from dschat_lora.addons.loralib.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
+from dschat_lora.addons.loralib.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
+from dschat_lora.addons.loralib.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
+from dschat_lora.addons.loralib.deepspeed_chat import make_model_gradient_checkpointing_compatible as make_model_gradient_checkpointing_compatible
+from dschat_lora.addons.loralib.deepspeed_chat import get_optimizer_grouped_parameters as get_optimizer_grouped_parameters
 from dschat_lora.addons.trainer.sampling import Sample as Sample
 __version__: str
 __all__: list[str]
@@ -816,11 +816,6 @@ def rlhf(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -921,6 +916,11 @@ def rlhf(
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1038,11 +1038,6 @@ def rlhf(
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1143,6 +1138,11 @@ def rlhf(
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
@@ -1249,11 +1249,6 @@ def distill(
     temperature: float = 1.0,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     num_generations: int | None = None,
-    vllm_command: str | None = None,
-    vllm_gpu_memory_utilization: float = 0.3,
-    rollout_adapter_dir: str | os.PathLike[str] | None = None,
-    rollout_timeout: float = 600.0,
-    rollouts_ahead: int = 0,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     prompt_lookup_num_tokens: int = 0,
@@ -1348,6 +1343,11 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    vllm_command: str | None = None,
+    vllm_gpu_memory_utilization: float = 0.3,
+    rollout_adapter_dir: str | os.PathLike[str] | None = None,
+    rollout_timeout: float = 600.0,
+    rollouts_ahead: int = 0,
     agent: str | Callable[..., Any] | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
@@ -1461,11 +1461,6 @@ def distill(
         temperature (float): of sampling and of all log-probabilities
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
         prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
@@ -1560,6 +1555,11 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
+        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
         agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers

@@ -25,8 +25,10 @@ OUTSIDE = {
 # Add-ons of pages that had an address of their own.
 FORMER = {
     "chat_and_serve": "serving",
+    "loralib": "loralib",
     "nlg_gpt2": "nlg",
     "nlu_glue": "glue",
+    "own_training_loop": "loralib",
     "pipeline": "pipeline",
     "python_primitives": "trainer",
     "tinker": "tinker",
@@ -101,8 +103,9 @@ def function_pages() -> dict[str, str]:
             for name, path in addon.functions.items():
                 homes[name] = path.partition(":")[0].removeprefix("dschat_lora.")
         for name, module in sorted(homes.items(), key=lambda item: item[0].swapcase()):
-            is_own = module.startswith(("api.", "addons."))
-            key = name.lower() if is_own else module.rpartition(".")[2]
+            key, home = name.lower(), module.rpartition(".")[2]
+            if home == "deepspeed_chat" or not module.startswith(("api.", "addons.")):
+                key = home
             key = {"sample": "trainer"}.get(key, key)
             title = (
                 "DeepSpeed-Chat's functions" if key == "deepspeed_chat" else f"dschat_lora.{name}"

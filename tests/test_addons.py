@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from dschat_lora.config.addons import SEAMS
 from helpers.launcher import ROOT
 from helpers.step1 import write_jsonl
 
@@ -105,9 +106,7 @@ WORDS = {
     "a verb of the package": "the package has the verb sft, too",
     "a verb of an add-on": "the package has the verb serve, too",
     "an add-on of the package": "the package has the name tinker, too",
-    "a seam": "it provides 'sampler', which is none of rollout_engine, environment, "
-    "reward_function, algorithm, options_file, row_format, media, rest, thumbnails, "
-    "observer, run_view",
+    "a seam": f"it provides 'sampler', which is none of {', '.join(SEAMS)}",
     "what it needs": "it needs the add-on yours, which is not installed",
 }
 SHORT = (

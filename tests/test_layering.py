@@ -51,8 +51,7 @@ FLOORS = [
         ),
         "data": Room(
             "algos config",
-            "datasets datasketch huggingface_hub jinja2 numpy py3langid pyarrow regex "
-            "tokenizers torch transformers",
+            "datasets huggingface_hub jinja2 numpy pyarrow tokenizers torch transformers",
             "arrow_rows digests json_stream layouts media message_layouts messages readers "
             "row_formats rows sources tar_rows templates thoughts tool_calls",
         ),
@@ -82,60 +81,55 @@ FLOORS = [
         "generation": Room("algos config lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
-            "huggingface_hub packaging psutil safetensors torch transformers",
-            "caller checks directory resume sharing stage_main validation",
+            "packaging psutil torch",
+            "caller checks directory resume stage_main validation",
         ),
     },
     {
-        "rl.response": Room(
-            "algos data engine generation models perf", "numpy torch", light="coroutines"
-        ),
+        "rl.response": Room("algos data engine models perf", "numpy torch", light="coroutines"),
         "rl.options": Room(
-            "algos config data models report runtime",
+            "config models report runtime",
             light="algorithms config engines inputs names role_config",
         ),
     },
     {
         "rl.draw": Room(
-            "algos checkpoint config data engine generation lora models rl.options rl.response"
-            " runtime",
-            "torch transformers",
-            light="completions engine_checks",
+            "algos data engine generation models rl.options rl.response runtime",
+            "torch",
+            light="completions",
         ),
         "rl.score": Room(
             "algos config data engine models report rl.options rl.response runtime",
-            "jsonschema lm_eval math_verify numpy torch",
-            light="builtin_rewards external_rewards",
+            "torch",
         ),
     },
     {
         "rl.play": Room(
-            "algos config data engine generation models report rl.draw rl.options rl.response"
-            " rl.score runtime",
-            "gymnasium mcp numpy openenv reasoning_gym torch verifiers",
+            "algos data engine models rl.draw rl.options rl.response rl.score runtime",
+            "gymnasium mcp numpy openenv reasoning_gym verifiers",
             light="environment_adapters verifiers_environment",
         ),
         "rl.learn": Room(
-            "algos checkpoint config data engine generation lora models perf rl.draw rl.options"
-            " rl.response rl.score runtime",
+            "algos config data engine lora models perf rl.draw rl.options rl.response rl.score"
+            " runtime",
             "numpy torch",
         ),
     },
     {
         "rl.watch": Room(
-            "algos engine lora models perf report rl.learn rl.options rl.response rl.score runtime",
+            "algos engine lora models perf rl.learn rl.options rl.response rl.score runtime",
             "torch",
         ),
     },
     {
         "rl.loop": Room(
-            "algos checkpoint config data engine generation lora models perf report rl.draw"
-            " rl.learn rl.options rl.play rl.response rl.score rl.watch runtime",
+            "algos config data engine generation lora models perf report rl.draw rl.learn"
+            " rl.options rl.play rl.response rl.score rl.watch runtime",
             "numpy torch",
             light="validation",
         ),
         "supervised": Room(
-            "algos checkpoint config data engine generation lora models perf report runtime",
+            "algos config data engine generation lora models perf report runtime",
             "numpy torch",
         ),
     },
@@ -157,26 +151,29 @@ FLOORS = [
     },
     {
         "addons.evaluation": Room(
-            "algos api commands config data engine generation lora models report"
+            "algos api commands config data engine generation models report"
             " rl.options rl.response rl.score runtime supervised",
             "lm_eval numpy",
             "addon config options python validation verbs",
         ),
-        "addons.glue": Room(
-            "algos checkpoint commands config data engine lora models report runtime",
-            "datasets numpy scipy sklearn torch transformers",
-            "addon config data validation verbs",
+        "addons.loralib": Room(
+            "algos checkpoint config engine lora report runtime",
+            "safetensors torch transformers",
+            "addon verbs",
+        ),
+        "addons.publish": Room(
+            "checkpoint commands config report runtime", "huggingface_hub", "addon config verbs"
         ),
         "addons.images": Room(
             "checkpoint config data engine lora models runtime",
-            "PIL httpx huggingface_hub jinja2 numpy safetensors tokenizers torch transformers",
+            "PIL httpx huggingface_hub jinja2 safetensors tokenizers torch transformers",
             "addon families media options",
         ),
-        "addons.nlg": Room(
-            "algos checkpoint commands config data engine generation lora models report runtime"
-            " supervised",
-            "nltk pycocoevalcap sacrebleu torch transformers",
-            "addon config formats predictions validation verbs",
+        "addons.engines": Room(
+            "algos checkpoint config data engine generation lora models rl.draw rl.loop"
+            " rl.options rl.response runtime",
+            "torch transformers",
+            "addon checks facts options",
         ),
         "addons.inspect": Room(
             "checkpoint config data report runtime", light="addon describe verbs"
@@ -193,9 +190,13 @@ FLOORS = [
             "numpy torch",
             "addon",
         ),
+        "addons.rewards": Room(
+            "config models report rl.score runtime",
+            "jsonschema lm_eval math_verify",
+            "addon builtin external",
+        ),
         "addons.serving": Room(
-            "algos checkpoint commands config data engine generation lora models report runtime"
-            " supervised",
+            "algos checkpoint config data engine generation lora models report runtime supervised",
             "h11 llguidance starlette torch uvicorn",
             "addon config verbs endpoint.sockets",
         ),
@@ -220,6 +221,18 @@ FLOORS = [
             " rl.response rl.score runtime",
             "openai starlette",
             "addon options",
+        ),
+        "addons.glue": Room(
+            "addons.loralib algos checkpoint commands config data engine lora models report"
+            " runtime",
+            "datasets numpy scipy sklearn torch transformers",
+            "addon config data validation verbs",
+        ),
+        "addons.nlg": Room(
+            "addons.loralib algos checkpoint commands config data engine generation lora models"
+            " report runtime supervised",
+            "nltk pycocoevalcap sacrebleu torch transformers",
+            "addon config formats predictions validation verbs",
         ),
         "addons.tinker": Room(
             "addons.serving algos checkpoint commands config data engine generation lora models"
@@ -249,8 +262,8 @@ OWNERS = {
     "datasets": {"data", "addons.glue"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.glue", "addons.images", "addons.nlg", "checkpoint", "data", "generation"),
-        *("models", "rl.draw", "runtime"),
+        *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
+        *("addons.engines", "generation", "models", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -263,9 +276,15 @@ VERBS = {
     *("api.verbs", "addons.audit.config", "addons.audit.python", "addons.audit.verbs"),
     *("addons.demo.demo", "addons.evaluation.options", "addons.report.html"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.images.media", "addons.nlg.verbs"),
+    *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
-    *("addons.agents.options", "addons.serving.verbs", "addons.tinker.verbs"),
+    *(
+        "addons.agents.options",
+        "addons.loralib.verbs",
+        "addons.publish.verbs",
+        "addons.serving.verbs",
+        "addons.tinker.verbs",
+    ),
 }
 # Other packages' chatter is turned off where they are imported, and old names are found.
 QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
@@ -570,8 +589,7 @@ def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
 
 def test_packages_are_empty_but_for_their_names():
     spoken = [path for path in PACKAGE.rglob("__init__.py") if path.stat().st_size]
-    # The last has the names of another package.
-    assert {name_of(path) for path in spoken} <= {"", "assets", "lora.loralib"}
+    assert {name_of(path) for path in spoken} <= {"", "assets"}
 
 
 def table():

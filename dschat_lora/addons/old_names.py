@@ -11,6 +11,7 @@ _PACKAGES = {
     "serving": "addons.serving",
     "tinker": "addons.tinker",
 }
+_SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs "
@@ -24,12 +25,19 @@ OLD_NAMES = {
     "api.trainer_build": "addons.trainer.build",
     "api.trainer_sampling": "addons.trainer.sampling",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
+    "checkpoint.extract": "addons.loralib.extract",
+    "checkpoint.lora_only": "addons.loralib.lora_only",
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",
     "data.similar_rows": "addons.audit.similar_rows",
     "generation.search": "generation.greedy addons.nlg.beam_search",
+    "lora.deepspeed_chat": "addons.loralib.deepspeed_chat",
+    "lora.loralib": "addons.loralib.loralib addons.loralib",
+    "lora.loralib.layers": "addons.loralib.layers",
+    "lora.loralib.utils": "addons.loralib.utils",
     "models.families": "addons.planning.families",
     "models.published": "addons.planning.published addons.pipeline.placeholders",
+    "perf.launches": "addons.planning.launches",
     "pipeline.doctor": "addons.planning.doctor",
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",
@@ -45,7 +53,8 @@ OLD_NAMES = {
     "addons.planning.verbs",
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
-    "addons.evaluation.verbs addons.report.verbs addons.inspect.verbs addons.audit.verbs",
+    "addons.evaluation.verbs addons.report.verbs addons.inspect.verbs addons.audit.verbs "
+    "addons.publish.verbs addons.loralib.verbs",
     **{
         f"report.{name}": f"addons.report.{name}"
         for name in ("curves", "html", "run_data", "sections", "verdict")
@@ -53,17 +62,38 @@ OLD_NAMES = {
     "report.markup": "report.texts addons.report.markup addons.audit.findings",
     "report.rollouts": "report.rollout_file addons.report.rollouts",
     "report.trackers": "addons.trackers.trackers",
+    "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.agent_server": "addons.agents.agents",
+    "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.external_rewards": "addons.rewards.external",
+    "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores "
+    "addons.rewards.conventions",
+    "rl.score.builtin_rewards": "addons.rewards.builtin rl.options.names",
+    "rl.score.external_rewards": "addons.rewards.external",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.draw.engine_checks": "addons.engines.checks",
+    "rl.draw.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.draw.rollout_servers": _SERVERS,
+    "rl.draw.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.draw.server_engine": "addons.engines.server_engine",
+    "rl.draw.transformers_engine": "addons.engines.transformers_engine",
+    "rl.draw.vllm_server": "addons.engines.vllm_server",
+    "rl.loop.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
     "runtime.data_audit": "addons.audit.findings data.audit",
     "runtime.describe": "addons.inspect.describe",
+    "rl.rollout_engines": "addons.engines.server_engine rl.draw.engine",
+    "rl.rollout_servers": _SERVERS,
+    "rl.rollouts_ahead": "addons.engines.rollouts_ahead",
+    "rl.vllm_server": "addons.engines.vllm_server",
+    "runtime.advice": "addons.planning.memory_advice",
+    "runtime.sharing": "addons.publish.sharing",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",
     "supervised.measure": "addons.evaluation.measure",

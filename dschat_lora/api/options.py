@@ -17,8 +17,7 @@ from dschat_lora.config.options import option_fields, options_that_run
 from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
-from dschat_lora.rl.options.engines import ENGINES
-from dschat_lora.rl.options.names import is_builtin
+from dschat_lora.rl.options.engines import known_engines
 from dschat_lora.runtime.stage_main import late
 
 
@@ -56,7 +55,7 @@ _TYPES = {
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
     "parts": "Any | Sequence[Any]",
-    "rollout_engine": f"Literal{[*ENGINES]} | str | object",
+    "rollout_engine": f"Literal{[n for n in known_engines() if n[-1] != ':']} | str | object",
 }
 
 
@@ -276,7 +275,7 @@ def _reward_function(reward: Any, stack: ExitStack) -> str | None:
     """The name of a function, which ``stack`` holds; None of a reward model."""
     if isinstance(reward, str):
         is_function = ":" in reward and not Path(reward).expanduser().exists()
-        return reward if is_builtin(reward) or is_function else None
+        return reward if is_function else None
     if isinstance(reward, os.PathLike) or getattr(reward, "path", None) is not None:
         return None
     if isinstance(reward, tuple):

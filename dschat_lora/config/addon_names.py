@@ -24,7 +24,20 @@ ADDONS: Mapping[str, Names] = {
     "inspect": Names("inspect accept"),
     "trackers": Names(),
     "images": Names(),
+    "engines": Names(
+        values="rollout_engine=transformers rollout_engine=vllm "
+        "rollout_engine=http: rollout_engine=https:"
+    ),
     "agents": Names(),
+    "rewards": Names(
+        values="reward_function=builtin: reward_function=http:// reward_function=https://"
+    ),
+    "publish": Names("push export"),
+    "loralib": Names(
+        "extract",
+        "convert_linear_layer_to_lora convert_lora_to_linear_layer only_optimize_lora_parameters "
+        "make_model_gradient_checkpointing_compatible get_optimizer_grouped_parameters",
+    ),
     "tinker": Names("tinker"),
     "trainer": Names(functions="Trainer Sample"),
     "nlg": Names("nlg"),

@@ -26,6 +26,7 @@ SEAMS = (
     "rollout_engine",
     "environment",
     "reward_function",
+    "reward_form",
     "algorithm",
     "options_file",
     "row_format",
@@ -34,6 +35,7 @@ SEAMS = (
     "thumbnails",
     "observer",
     "run_view",
+    "advice",
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.
@@ -57,8 +59,9 @@ class Addon:
             ``option(...)``, which a config has as ``config.addons.NAME``. Those of another package
             are typed as ``--NAME_OPTION``.
         provides: by seam, one of ``SEAMS``, what an option's value names; a name that ends in a
-            colon has all values that begin so, and its object is called with the value.
+            colon or slash has all values that begin so, and its object is called with the value.
         needs: other add-ons that it does not work without.
+        writes: what its runs write in their directories, beside what all write.
 
     Raises:
         TypeError: for a value of another type.
@@ -73,6 +76,7 @@ class Addon:
     options: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     needs: Sequence[str] = ()
+    writes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -94,7 +98,7 @@ class Addon:
 
 def _check_types(addon: Addon) -> None:
     for each in fields(addon):
-        kind = {"name": str, "needs": list | tuple}.get(each.name, Mapping)
+        kind = {"name": str, "needs": list | tuple, "writes": list | tuple}.get(each.name, Mapping)
         if not isinstance(value := getattr(addon, each.name), kind):
             said = getattr(kind, "__name__", kind)
             raise TypeError(f"its {each.name} has {value!r}, which is no {said}")
@@ -135,15 +139,14 @@ def provided(seam: str, *taken: str) -> Mapping[str, str]:
 def provided_name(seam: str, value: str, *taken: str) -> str:
     """The name of ``provided(seam, *taken)`` that a value is of; empty if it is of none.
 
-    A name that ends in a colon, such as ``http:``, has all values that begin so, and its object is
-    called with the whole value.
+    The object of a name that :func:`begins_values` is called with the whole value.
 
     Raises:
         ValueError: if it is of an add-on of the package that is not installed.
     """
 
     def found(names: Collection[str]) -> str:
-        fits = (name for name in names if name.endswith(":") and value.startswith(name))
+        fits = (name for name in names if begins_values(name) and value.startswith(name))
         return value if value in names else next(fits, "")
 
     if name := found(provided(seam, *taken)):
@@ -153,6 +156,16 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
             raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
     return ""
+
+
+def written_by_addons() -> list[str]:
+    """What add-ons write in the directories of runs."""
+    return [name for addon in installed().values() for name in addon.writes]
+
+
+def begins_values(name: str) -> bool:
+    """Whether a name that an add-on provides has all values that begin so, as ``http://`` has."""
+    return name.endswith((":", "/"))
 
 
 def load(path: str) -> Any:

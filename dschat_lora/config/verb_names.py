@@ -13,9 +13,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "use": {
         "generate": "answer prompts",
         "merge": "base and adapter as one transformers directory",
-        "push": "upload an adapter or a model to the hub",
-        "export": "convert an adapter or a model to GGUF",
-        "extract": "LoRA and head of a full checkpoint to PEFT",
     },
 }
 VERBS = {name: summary for verbs in GROUPS.values() for name, summary in verbs.items()}

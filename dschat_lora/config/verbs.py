@@ -1,4 +1,4 @@
-"""Options of the verbs that read models: merge, generate, push, export."""
+"""Options of the verbs that read models: merge and generate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,39 +115,6 @@ class GenerateConfig(ReadingConfig):
             )
 
 
-@dataclass(frozen=True)
-class PushConfig:
-    """Upload an adapter or a model, with its card, to the Hugging Face Hub.
-
-    Where HF_HUB_OFFLINE is set, and with --dry_run, it says what it would upload.
-    """
-
-    path: str = option(help="output directory of a run, its adapter/ or model/; it may stand first")
-    repo: str = option(help="name on the hub, such as me/my-adapter; it may stand second")
-    private: bool = option(False, help="make the repository a private one, where it is new")
-    dry_run: bool = option(False, help="say what would be uploaded, and stop")
-    json: bool = option(False, help="one JSON object on standard output")
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    """Convert an adapter or a model for llama.cpp, by llama.cpp's own converter.
-
-    Where that is not found, the commands to type are printed, and the exit code is 1.
-    """
-
-    path: str = option(help="output directory of a run, its adapter/ or model/; it may stand first")
-    format: Literal["gguf"] = option("gguf", help="file format")
-    outtype: Literal["f32", "f16", "bf16", "q8_0", "auto"] = option(
-        "f16", help="type of the weights written"
-    )
-    output_path: str | None = option(None, help="default: DIRECTORY.gguf beside the directory")
-    llama_cpp: str | None = option(
-        None, help="checkout of llama.cpp, where its converters are not on PATH"
-    )
-    json: bool = option(False, help="one JSON object on standard output")
-
-
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "merge": """examples:
@@ -158,10 +125,4 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
   dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
-    "push": """examples:
-  dschat-lora push output/sft me/my-adapter --dry_run
-  dschat-lora push output/sft/model me/my-model --private""",
-    "export": """examples:
-  dschat-lora export output/sft --llama_cpp ~/llama.cpp
-  dschat-lora export output/sft/model --outtype q8_0 --output_path model.gguf""",
 }

@@ -278,7 +278,7 @@ def minimal_endings(
 def _pattern_within(parent: str, names: Collection[str], all_names: Collection[str]) -> str:
     """A regular expression of those of ``names`` within ``parent``; empty for none.
 
-    Endings are in one group at its end, as vLLM reads it.
+    Endings are in one group at its end, as servers read it.
     """
     names = [name for name in names if is_inside(name, [parent])]
     inside, own = (

@@ -5,6 +5,7 @@ import fcntl
 from pathlib import Path
 from typing import Any, TextIO
 
+from dschat_lora.config.addons import written_by_addons
 from dschat_lora.config.files import read_json
 from dschat_lora.config.staging import open_in_place
 
@@ -19,7 +20,6 @@ _EXTRAS = (
     "trackers.json",
     "report.html",
     "lora",
-    "vllm",
     # of GLUE, by transformers' Trainer
     *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
     *("last", "seeds.json"),
@@ -33,7 +33,8 @@ def leftovers(path: Path) -> list[Path]:
     """
     results = [*(path / name for name in _RESULTS), *sorted(path.glob("checkpoint-*"))]
     found = [p for p in results if p.is_dir() or (p.is_file() and p.stat().st_size > 0)]
-    extras = [*(path / name for name in _EXTRAS), *sorted(path.glob("predict_results_*.txt"))]
+    names = (*_EXTRAS, *written_by_addons())
+    extras = [*(path / name for name in names), *sorted(path.glob("predict_results_*.txt"))]
     return found + [each for each in extras if found and each.exists()]
 
 

@@ -15,6 +15,7 @@ from dschat_lora.checkpoint.history import (
     quarantine,
     quarantine_checkpoints,
 )
+from dschat_lora.config.addons import written_by_addons
 from dschat_lora.config.staging import check_within
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.directory import check_idle, default_directory, is_unfinished, leftovers
@@ -29,7 +30,7 @@ _KEPT = frozenset({"metrics.jsonl", "run.json"})
 # What is written in its place; what is replaced as a whole, such as adapter/, may be a link.
 _WRITTEN_IN = (
     *(*sorted(_KEPT), CHECKPOINTS, "tensorboard", "wandb", "trackers.json", "rollouts.jsonl.gz"),
-    *("actor", "critic", "actor_ema", "lora", "vllm", "last"),
+    *("actor", "critic", "actor_ema", "lora", "last"),
     *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
 )
 
@@ -116,7 +117,8 @@ def check_links(directory: Path) -> None:
     Raises:
         ValueError: naming the link and where it leads.
     """
-    for path in (*(directory / name for name in _WRITTEN_IN), *directory.glob("checkpoint-*")):
+    names = (*_WRITTEN_IN, *written_by_addons())
+    for path in (*(directory / name for name in names), *directory.glob("checkpoint-*")):
         check_within(path, directory)
 
 

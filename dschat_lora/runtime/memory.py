@@ -2,17 +2,20 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import nn
 
 from dschat_lora.algos.logprobs import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
-from dschat_lora.checkpoint.history import STATE_FILE
+from dschat_lora.checkpoint.history import STATE_FILE, checkpoints_of
+from dschat_lora.config.addons import load, provided
 from dschat_lora.config.groups import Switch, is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
@@ -35,7 +38,6 @@ from dschat_lora.perf.memory import (
     parameter_bytes,
     rows_of,
 )
-from dschat_lora.perf.throughput import device_peak
 from dschat_lora.report.directory import read_object
 
 GIB = 2**30
@@ -71,7 +73,7 @@ class TrainedModel:
 
         A step on fewer ``rows`` at a time has more micro-batches.
         """
-        rows, length = self._grid(rows, length)
+        rows, length = self.grid(rows, length)
         small = device_type() == "cpu" and self.logit_bytes is None
         masks = 0  # where processes attend to sequences one by one
         if self.processes == 1:
@@ -115,31 +117,13 @@ class TrainedModel:
         """Bytes of host memory that the inputs of its blocks take."""
         if not (self.offloads and self.recomputes):
             return 0
-        rows, length = self._grid(self.rows, self.length)
+        rows, length = self.grid(self.rows, self.length)
         positions = -(-rows * length // self.processes)
         return offloaded_bytes(
             self.model, positions=positions, compute_dtype=self.settings.torch_dtype
         )
 
-    def launch_advice(self, *, fused_kernels: str, compiled: bool) -> str | None:
-        """What helps where launching kernels takes longer than their work; None elsewhere."""
-        peak = device_peak(device(), self.settings.torch_dtype)
-        if peak is None:
-            return None
-        from dschat_lora.perf.launches import micro_batch_advice
-
-        rows, length = self._grid(self.rows, self.length)
-        return micro_batch_advice(
-            self.model,
-            rows=rows * length // self.length,
-            length=self.length,
-            peak_tflops=peak,
-            recomputes=self.recomputes,
-            fused=fused_kernels != "off",
-            compiled=compiled,
-        )
-
-    def _grid(self, rows: int, length: int) -> tuple[int, int]:
+    def grid(self, rows: int, length: int) -> tuple[int, int]:
         """Rows and positions of each in a micro-batch."""
         length *= self.sequences
         return rows_of(self.tokens, length) if self.tokens else (rows, length)
@@ -322,3 +306,32 @@ def trained_model(
 def offloads_inputs(config: StageConfig) -> bool:
     """Whether inputs of recomputed blocks leave the device; on a CPU they only change places."""
     return config.parallel.offload_activations and device_type() == "cuda"
+
+
+def advice(occasion: str, *facts: Any) -> str | None:
+    """What an add-on advises on an occasion of a run, by its facts; None where none does."""
+    path = provided("advice").get(occasion)
+    return None if path is None else load(path)(*facts)
+
+
+@contextmanager
+def explaining_memory(
+    directory: Path, plan: MemoryPlan | None, occasion: str, *facts: Any
+) -> Iterator[None]:
+    """Raise an out-of-memory error of the block anew, with advice and the newest checkpoint.
+
+    Any rank may run out alone, so no collective is called. Before its ``facts`` the advice of an
+    ``occasion`` takes the error and the bytes of the GPU, None on a CPU.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        here = device()
+        total = torch.cuda.get_device_properties(here).total_memory if here.type == "cuda" else None
+        said = advice(occasion, error, total, *facts)
+        if said is None:
+            need = "" if plan is None else f", by estimate {plan.peak / GIB:.3g} GiB are needed"
+            said = f"out of GPU memory{need}: {error}"
+        if found := checkpoints_of(directory):
+            said += f". The newest checkpoint is {found[0]}"
+        raise torch.OutOfMemoryError(said) from error

@@ -87,7 +87,7 @@ _OF_THE_PROCESS = (
 # somebody else's, decides neither.
 RUNS_CODE = (
     *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
-    *("environment", "vllm_command", "parts"),
+    *("environment", "parts"),
 )
 _MAY_RUN_CODE = ("rollout_engine", "algorithm")  # where they name no part of the package
 # Of these, one that is typed does away with the others.

@@ -37,9 +37,11 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.option_checks import check_divided_rows
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.advice import explaining_memory
 from dschat_lora.runtime.memory import (
+    MemoryPlan,
+    advice,
     estimate_memory_of,
+    explaining_memory,
     free_memory,
     memory_plan_of,
     trained_model,
@@ -151,10 +153,14 @@ def set_up(
         free=free,
     )
     run = replace(run, config=config)
-    _describe(config, settings, adapted, run)
+    plan = memory_plan_of(adapted, config, settings)
+    _describe(config, settings, adapted, run, plan)
     identity: dict[str, Any] = {}
     if run.directory is not None:
-        run.closing.enter_context(explaining_memory(adapted, config, settings, run.directory))
+        facts = (adapted, config, settings)
+        run.closing.enter_context(
+            explaining_memory(run.directory, plan, "supervised_memory", *facts)
+        )
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
     return SupervisedSetup(
@@ -183,6 +189,7 @@ def _describe(
     settings: EngineSettings,
     adapted: AdaptedModel,
     run: OpenRun[SupervisedConfig],
+    plan: MemoryPlan | None,
 ) -> None:
     """Show and record parameter counts, compute type, ZeRO stage and the need of memory."""
     total = num_elements(adapted.model.parameters())
@@ -204,17 +211,13 @@ def _describe(
         note_all_weights(run, "lora_dim")
     if warning := rate_warning(config.optim, config.lora):
         run.log.say(f"  warning      {warning}")
-    plan = memory_plan_of(adapted, config, settings)
     if plan is not None:
         run.log.say(
             f"  memory       up to {plan.peak / 2**30:.3g} GiB per device by estimate, for full "
             f"rows{plan.host_words}"
         )
         run.record.update({"memory": plan.to_dict()})
-    model = config.model
-    if words := trained_model(adapted, config, settings).launch_advice(
-        fused_kernels=model.fused_kernels, compiled=model.compile
-    ):
+    if words := advice("launches", trained_model(adapted, config, settings), config.model):
         run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)

@@ -34,6 +34,13 @@ FORMER = {
     ),
     "api.trainer_sampling": "Prompt Key Sample draw make_sampling check_fits make_seeds",
     "checkpoint.gpt2_checkpoint": "Gpt2Checkpoint read_gpt2_checkpoint load_base",
+    "checkpoint.extract": (
+        "extract write_trained read_checkpoint compare_base is_head empty_classifier"
+    ),
+    "checkpoint.lora_only": (
+        "LoraSettings LoraOnly write_lora_only read_lora_only read_tensors lora_config_of_file "
+        "load_lora_only match_names loralib_name rank_of is_factor"
+    ),
     "data.filtering": (
         "MAX_SHOWN LANGUAGE_CHARACTERS Fate FATES Filtered RowFilter filter_rows compared_texts "
         "count_languages"
@@ -123,6 +130,17 @@ FORMER = {
         "epoch_files"
     ),
     "generation.search": "greedy_decode BeamSearch TextRules repeated_ngram_ends beam_search",
+    "lora.deepspeed_chat": (
+        "NO_DECAY convert_linear_layer_to_lora only_optimize_lora_parameters "
+        "convert_lora_to_linear_layer make_model_gradient_checkpointing_compatible "
+        "get_optimizer_grouped_parameters"
+    ),
+    "lora.loralib": (
+        "Conv1d Conv2d Conv3d ConvLoRA Embedding Linear LoRALayer MergedLinear lora_state_dict "
+        "mark_only_lora_as_trainable merged_copy layers utils"
+    ),
+    "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
+    "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
     "pipeline.doctor": (
         "GIB SMALL_DISK NO_DISK SMALL_MEMORY STEP_SECONDS Finding examine diagnose versions "
         "devices describe_device attention compiler memory disks network training_step"
@@ -189,15 +207,31 @@ FORMER = {
     "report.verdict": (
         "TITLES WORDS Change title_of outcome_of what_was_trained changes_of cost doubts"
     ),
+    "rl.builtin_rewards": (
+        "PREFIX BuiltinReward builtin_function is_remote exact_match regex number_equals length "
+        "json_valid json_schema math_equal format_tags repetition_penalty soft_overlong ifeval "
+        "judge python_tests BUILTINS"
+    ),
+    "rl.external_rewards": (
+        "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
+        "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
+    ),
+    "rl.rewards": "VERL OPENRLHF",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
         "reward_and_metrics"
     ),
+    "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
     "rl.agents": (
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
+    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
+    "rl.draw.server_engine": "engine_of_addresses server_engine ServerEngine RolloutServer",
+    "rl.draw.transformers_engine": "transformers_engine TransformersEngine",
     "rl.play.agent_programs": (
         "OFFERED AgentFunction CALL_NUMBER AgentCommand Program NoRewardError reward_and_metrics"
     ),
@@ -208,6 +242,17 @@ FORMER = {
     ),
     "runtime.data_audit": "STAGES RowFindings Findings audit_data show_audit",
     "runtime.describe": "inspect_directory describe",
+    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
+    "rl.rollout_servers": (
+        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
+        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
+        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
+    ),
+    "rl.rollouts_ahead": "Begin RolloutsAhead",
+    "rl.vllm_server": (
+        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
+    ),
+    "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

@@ -15,7 +15,6 @@ FORMER = {
         "typed_command launch_stage run_or_end split_launcher_options receiving Relay "
         "signal_ranks training_processes"
     ),
-    "rl.advice": "FullWhileDecodingError FullAfterReleaseError explaining_memory memory_advice",
     "rl.algorithms": (
         "KlEstimator KlPlace LossNormalization Correction by_algorithm Algorithm ALGORITHMS "
         "RolloutCorrection PpoConfig PretrainingConfig"
@@ -25,18 +24,11 @@ FORMER = {
         "TIMED_OUT TokenSequence Response DecodedTurn ResponseBatch response_mask step_counts "
         "Minibatch collate make_minibatches"
     ),
-    "rl.builtin_rewards": (
-        "PREFIX BuiltinReward is_builtin builtin_function is_remote exact_match regex "
-        "number_equals length json_valid json_schema math_equal format_tags repetition_penalty "
-        "soft_overlong ifeval judge python_tests BUILTINS"
-    ),
     "rl.config": (
         "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig DistillConfig"
     ),
     "rl.coroutines": "start in_thread run_together run_without_loop",
     "rl.draw.order": "PromptOrder",
-    "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
-    "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
     "rl.draw.turn_decoder": "unanswered",
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",
@@ -47,10 +39,6 @@ FORMER = {
     "rl.experience": (
         "Experience padded AdvantagesAndReturns Scores ScoreError add_old_outputs "
         "advantages_and_returns"
-    ),
-    "rl.external_rewards": (
-        "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
-        "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
     ),
     "rl.inputs": (
         "Sources RlhfInputs episode_prompt find_sources check_vocabularies other_tokenizer "
@@ -77,8 +65,8 @@ FORMER = {
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
         "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
-        "find_object check_takes_responses OWN TRL VERL OPENRLHF named_parameters takes_all "
-        "is_singular one_at_a_time calls_of messages_after_prompt prompt_messages as_messages "
+        "find_object check_takes_responses OWN TRL named_parameters takes_all "
+        "is_singular calls_of messages_after_prompt prompt_messages as_messages "
         "prompt_of RewardError RewardFunction shortened RewardFunctions load_function "
         "INITIAL_SCORES rescale_values"
     ),
@@ -88,13 +76,6 @@ FORMER = {
         "GATHER_SHARE whole_weights_fit free_bytes BrokenWeightsError PromptOrder "
         "responses_as_json response_from_json Generator stop_ids end_of_text"
     ),
-    "rl.rollout_engines": "RolloutError Drawn ServerEngine",
-    "rl.rollout_servers": (
-        "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "
-        "EngineError ServerError FullServerError LostAdapterError DeniedError ServerAnswer "
-        "RolloutServer vllm_rank to_sglang from_sglang read_answer are_logprobs RolloutServers"
-    ),
-    "rl.rollouts_ahead": "Begin RolloutsAhead",
     "rl.score.reward_functions": (
         "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
     ),
@@ -119,9 +100,6 @@ FORMER = {
         "check_sources_are_kept check_rollouts with_rollout_engine RLHF_CHECKS"
     ),
     "rl.verifiers_environment": "Verifiers",
-    "rl.vllm_server": (
-        "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
-    ),
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
     "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
     "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import random_ids, randomise, tiny_model
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_adapter, write_adapter
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
+from helpers.tiny_models import random_ids, randomise, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

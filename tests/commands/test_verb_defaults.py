@@ -19,7 +19,7 @@ from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.resume import options_to_keep
 from helpers.step1 import metrics, write_adapter_config
 
-SCORED = ["--reward_function", "builtin:length=12"]
+SCORED = ["--reward_function", "dschat_lora.world:reward"]
 
 
 @pytest.fixture(autouse=True)
@@ -320,7 +320,7 @@ def test_runs_have_adapters_on_all_linear_layers_at_the_rate_that_was_typed():
     short = {"max_steps": 1, "eval_iters": 1, "quiet": True}
     run = dl.sft(learning_rate=1e-3, sample_generations=0, **short)
     tuned = dl.rlhf(
-        rewards="builtin:length=12",
+        rewards="dschat_lora.world:reward",
         algorithm="grpo",
         actor_learning_rate=2e-3,
         lr_scheduler_type="constant",

@@ -23,7 +23,7 @@ from dschat_lora.config.stages import (
     SupervisedConfig,
 )
 from dschat_lora.config.values import is_switch, value_shape
-from dschat_lora.config.verbs import ExportConfig, GenerateConfig, MergeConfig
+from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
 from helpers.addons import of_addon, of_the_whole
 
@@ -32,11 +32,11 @@ STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, *NLG)
 OF_ADDONS = (
     "audit.config:AuditConfig",
     *("evaluation.config:EvalConfig", "evaluation.config:ScoreConfig", "glue.config:GlueConfig"),
-    *("serving.config:ChatConfig", "serving.config:ServeConfig"),
+    *("serving.config:ChatConfig", "serving.config:ServeConfig", "publish.config:ExportConfig"),
 )
 COMMANDS = (
     *STAGES,
-    *(DistillConfig, GenerateConfig, MergeConfig, ExportConfig),
+    *(DistillConfig, GenerateConfig, MergeConfig),
     *(each for path in OF_ADDONS for each in of_addon(path)),
     *TINKER,
 )

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 
-from dschat_lora.checkpoint.adapter_config import CONFIG_FILE
 from dschat_lora.config.staging import (
     check_within,
     occupied,
@@ -15,12 +14,10 @@ from dschat_lora.config.staging import (
     staged_file,
     write_whole,
 )
-from dschat_lora.config.verbs import PushConfig
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 from dschat_lora.report.rollout_file import as_member, open_rollouts
 from dschat_lora.runtime.directory import RunDirectory, check_links
-from dschat_lora.runtime.sharing import push_directory
 from dschat_lora.supervised.inference import output_file
 from helpers.links import KINDS, check_links_within_are_followed, check_no_link_is_followed
 
@@ -114,17 +111,6 @@ def test_a_parent_that_leads_out_of_an_occupied_directory_is_refused(out):
             with pytest.raises(OSError, match="actor is a link to"):
                 write(out / "actor" / "a.json")
     assert not any((out.parent / "other").iterdir())
-
-
-def test_push_names_and_refuses_a_link_that_leads_out(out):
-    (out / CONFIG_FILE).write_text("{}")
-    (out / "config.json").write_text("{}")
-    (out / "notes.txt").symlink_to("config.json")
-    config = PushConfig(path=str(out), repo="a/b", dry_run=True)
-    push_directory(config)
-    (out / "README.md").symlink_to("/etc/hosts")
-    with pytest.raises(ValueError, match=r"README.md is a link to /etc/hosts"):
-        push_directory(config)
 
 
 # ---------------------------------------------------------------------------- a directory that goes

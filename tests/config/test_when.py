@@ -171,13 +171,6 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
         (RlhfConfig, "--algorithm reinforce_pp --lam 0.9", ["lam:without a critic"]),
         (RlhfConfig, "--algorithm distill --kl_in loss", ["kl_in:with --algorithm distill"]),
         (RlhfConfig, "--no-do_sample --top_k 5", ["top_k:with --no-do_sample"]),
-        (RlhfConfig, "--rollout_engine vllm --merge_for_rollouts --rollout_timeout 9", [
-            "merge_for_rollouts:with --rollout_engine vllm"
-        ]),
-        (RlhfConfig, "--rollout_engine transformers --rollout_adapter_dir d", [
-            "rollout_adapter_dir:with --rollout_engine transformers"
-        ]),
-        (RlhfConfig, "--rollout_timeout 9", ["rollout_timeout:without a server"]),
         (RlhfConfig, "--rollout_is sequence", [
             "rollout_is:without --rollout_correction or --importance_cap"
         ]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.addons import of_addon
 from helpers.rlhf_course import save_family, write_prompts, write_texts, write_turns_template
 from helpers.served import served
 from helpers.spread import ALL
@@ -104,7 +105,9 @@ KINDS = {
 NAMES = [
     name
     for name in KINDS
-    if ALL or name in ("ppo", "grpo", "distill on drawn tokens", "seven prompts")
+    if (ALL and (name != "rollouts ahead" or of_addon("engines")))
+    or name in ("ppo", "grpo", "distill on drawn tokens", "seven prompts")
+    or name in ("ppo", "grpo", "distill on drawn tokens", "seven prompts")
 ]
 
 

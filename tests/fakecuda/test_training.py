@@ -1,12 +1,7 @@
 """Optimizer steps on a fake GPU: waits, types, operations, and memory against the estimate."""
 
-from dataclasses import replace
-
 import pytest
 
-from benchmarks.common.shapes import SHAPES
-from benchmarks.scaling import adapted
-from dschat_lora.perf.launches import count_launches
 from fakecuda.test_scaling import check_exchanges
 from helpers.spread import ALL
 
@@ -160,29 +155,3 @@ def test_flex_attention_makes_its_mask_on_the_device_and_waits_for_nothing(fake_
     assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
     assert found["operations"]["flex_attention"] == 2
     check_estimate(found)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("shape", "norms"),
-    [("opt-1.3b", 0), ("llama-3-8b", 2), ("qwen3-4b", 4)] if ALL else [("qwen3-4b", 4)],
-)
-def test_a_block_launches_as_many_kernels_as_are_counted_by_rule(fake_device, shape, norms):
-    """Of RMSNorms, which a fake GPU computes by parts: 19 more in training, 7 in decoding."""
-
-    def block(launches):
-        one, two = map(launches, (1, 2))
-        return two - one
-
-    def rule(layers):
-        return count_launches(adapted(replace(SHAPES[shape], num_layers=layers, lora_dim=16)))
-
-    def steps(layers):
-        found = fake_device.run(
-            "fakecuda.programs:decode", shape=shape, layers=layers, length=64, new_tokens=8
-        )
-        return found[0]["graph_operations"][0]
-
-    found = block(lambda n: train(fake_device, shape, layers=n, rows=2, length=128)["launches"])
-    assert found == block(lambda n: rule(n).training) + 19 * norms
-    assert block(steps) == block(lambda n: rule(n).decoding) + 7 * norms

@@ -3,7 +3,8 @@
 import pytest
 
 from dschat_lora.config.addon_names import ADDONS
-from dschat_lora.config.addons import installed, load, verbs
+from dschat_lora.config.addons import installed, load
+from dschat_lora.config.verb_names import VERBS
 
 of_the_whole = pytest.mark.skipif(
     not ADDONS.keys() <= installed().keys(), reason="it tells of add-ons that are not there"
@@ -14,12 +15,12 @@ of_the_whole = pytest.mark.skipif(
 PAGES = {"report.html"} if "report" in installed() else set()
 
 
-def is_gone(verb):
-    """Whether a verb of ``dschat-lora`` is of an add-on that is not installed."""
-    return verb in set(verbs()).difference(*(each.verbs for each in installed().values()))
-
-
 def of_addon(path):
     """The object ``NAME.MODULE:OBJECT``, or the module, in a list: of an add-on that is there."""
     name = path.partition(".")[0]
     return [load(f"dschat_lora.addons.{path}")] if name in installed() else []
+
+
+def has_verb(name):
+    """Whether ``dschat-lora`` has a verb, its own or that of an add-on that is there."""
+    return name in VERBS or any(name in each.verbs for each in installed().values())

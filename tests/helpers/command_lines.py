@@ -24,10 +24,8 @@ from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.values import is_switch, switch_words, value_shape
 from dschat_lora.config.verbs import (
-    ExportConfig,
     GenerateConfig,
     MergeConfig,
-    PushConfig,
 )
 from dschat_lora.runtime import stage_main
 from helpers.addons import of_addon
@@ -101,9 +99,9 @@ COMMANDS = (
     Command(("generate",), GenerateConfig, (MODEL, "Hello.")),
     *_of_addon("evaluation.config:EvalConfig", "eval", f"{MODEL} {DATA}"),
     *_of_addon("evaluation.config:ScoreConfig", "score", "reward pairs.jsonl"),
-    Command(("push",), PushConfig, ("adapter", "me/mine", "--dry_run")),
-    Command(("export",), ExportConfig, ("adapter",)),
-    Command(("extract",), None, ("adapter", "--base", MODEL)),
+    *_of_addon("publish.config:PushConfig", "push", "adapter me/mine --dry_run"),
+    *_of_addon("publish.config:ExportConfig", "export", "adapter"),
+    *_of_addon("loralib", "extract", f"adapter --base {MODEL}"),
     *_of_addon("inspect", "accept", "copy"),
 )
 # Modules of which verbs run functions and classes before they reach what they are for.

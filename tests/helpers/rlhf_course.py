@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import nullcontext, redirect_stderr
+from contextlib import ExitStack, nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -19,7 +19,6 @@ from dschat_lora.generation import sampling
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.rl.draw import own_engine
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.loop import setup, trainer
 from dschat_lora.rl.loop import train as course
@@ -28,6 +27,7 @@ from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.run import open_run
 from dschat_lora.runtime.stage_main import exits
+from helpers.addons import of_addon
 from helpers.runs import release
 from helpers.step1 import metrics, write_jsonl
 from helpers.tiny import VOCAB, save_tiny_model
@@ -223,11 +223,12 @@ def train_rlhf(argv, *, layer_by_layer=False):
         mock.patch("dschat_lora.runtime.run.init_distributed"),
         mock.patch("dschat_lora.runtime.run.shutdown"),
         mock.patch.object(trainer, "Updater", Watched),
-        mock.patch.object(Generator, "__call__", watched(Generator.__call__)),
-        mock.patch.object(RolloutsAhead, "__call__", watched(RolloutsAhead.__call__)),
+        ExitStack() as stack,
         too_large if layer_by_layer else nullcontext(),
         open_run(config, name=config.stage, check=check_rlhf) as run,
     ):
+        for each in (Generator, *of_addon("engines.rollouts_ahead:RolloutsAhead")):
+            stack.enter_context(mock.patch.object(each, "__call__", watched(each.__call__)))
         ready = setup.set_up(run)
         report = _course(ready, build_engines(ready))
     lines = metrics(config.run.output_dir) if rank() == 0 else []

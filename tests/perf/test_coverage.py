@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from perf_models import gpt2, llama, opt
 from test_expert_counts import ListedExperts, adapt, adapt_experts, build
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
@@ -10,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClass
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.coverage import coverage
+from helpers.perf_models import gpt2, llama, opt
 
 REST = "embeddings, norms, lm_head"
 QKVO = "q_proj, k_proj, v_proj, o_proj"

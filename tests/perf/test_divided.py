@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from perf_models import FAMILIES, MLP_UP, QUERY_VALUE, VOCAB
-from test_advice import WEIGHTS_LEAD, advice, by_hand, suggestions
 from test_memory import LENGTH, ROWS, estimate, kept_bytes
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
-from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.tensor_parallel import divide
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.shape import describe
-from dschat_lora.runtime.advice import explaining_memory
-from helpers.runs import engine_settings
-from helpers.step1 import parsed
+from helpers.perf_models import FAMILIES, MLP_UP, QUERY_VALUE, VOCAB
 
 TARGETS = {"every linear layer": ("all-linear",), "q and v": QUERY_VALUE, "the MLP": MLP_UP}
 
@@ -114,61 +109,3 @@ def test_keys_and_values_are_those_of_all_ranks():
     with torch.device("meta"):
         parts = adapted("llama", TensorGroup(None, 0, 2))
     assert cached_token_bytes(parts) == 2 * 3 * 2 * 16 * 4
-
-
-def test_dividing_the_model_is_advised_where_that_is_enough():
-    """30 GiB of weights and 16 of rows: halved, 31; in four parts, 23.5."""
-    more = {"world_size": 4, "larger_groups": (2, 4), "gradient_checkpointing": True}
-    divided = {"tensor_parallel_size": "2", "gradient_accumulation_steps": "4"}
-    assert suggestions(advice(by_hand(weights=30, per_row=10), 35, **more))[0] == divided
-    text = advice(by_hand(weights=30, per_row=10), 27, **more)
-    assert "--gradient_accumulation_steps 8 --tensor_parallel_size 4" in text
-    # 16 rows of 2 micro-batches on 4 processes
-    assert "the same batch of 128 rows a step, so the run can be resumed" in text
-    assert "--tensor" not in advice(WEIGHTS_LEAD, 30, world_size=4)
-
-
-def test_fewer_rows_and_a_divided_model_together_keep_the_batch():
-    """15 GiB of halved weights and one row of 4: 8 x 2 times the 2 micro-batches."""
-    case = {"micro_batch_size": 8, "gradient_checkpointing": True, "world_size": 2}
-    text = advice(by_hand(weights=30, per_row=40), 19.5 / 0.9, larger_groups=(2,), **case)
-    assert "take together" in text
-    assert suggestions(text) == [
-        {
-            "per_device_train_batch_size": "1",
-            "gradient_accumulation_steps": "32",
-            "tensor_parallel_size": "2",
-        }
-    ]
-
-
-def test_weights_that_zero_3_shares_are_not_divided_once_more():
-    case = {"world_size": 2, "zero_stage": 3, "larger_groups": (2,)}
-    assert "--tensor" not in advice(by_hand(weights=60, per_row=0.01, processes=2), 20, **case)
-
-
-@pytest.mark.parametrize(
-    ("processes", "options", "advised"),
-    [
-        (4, (), "2"),
-        (4, ("--tensor_parallel_size", 2), "4"),
-        (4, ("--tensor_parallel_size", 4), None),
-        (1, (), None),
-        (3, (), None),
-    ],
-)
-def test_only_sizes_that_processes_and_model_allow_are_advised(
-    processes, options, advised, monkeypatch, tmp_path
-):
-    """OPT with four heads."""
-    monkeypatch.setattr("dschat_lora.runtime.advice.world_size", lambda: processes)
-    monkeypatch.setattr("dschat_lora.runtime.advice.make_estimator", lambda *_: by_hand(weights=30))
-    model = AdaptedModel(adapted("opt"), LoraConfig(lora_dim=4), [])
-    config = parsed("--lora_dim", 4, *options)
-    with (
-        pytest.raises(torch.OutOfMemoryError) as error,
-        explaining_memory(model, config, engine_settings(), tmp_path),
-    ):
-        raise torch.OutOfMemoryError
-    found = [flags.get("tensor_parallel_size") for flags in suggestions(str(error.value))]
-    assert next(filter(None, found), None) == advised

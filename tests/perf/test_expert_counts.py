@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from perf_models import VOCAB, checkpoint, executed_flops, flop_counter
 from test_memory import estimate, kept_bytes
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,6 +12,7 @@ from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.memory import cached_token_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import forward_flops, step_flops
+from helpers.perf_models import VOCAB, checkpoint, executed_flops, flop_counter
 from helpers.spread import ALL
 
 ROWS, LENGTH = 2, 24

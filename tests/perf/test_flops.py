@@ -4,19 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from perf_models import (
-    FAMILIES,
-    MLP_UP,
-    QUERY_VALUE,
-    VOCAB,
-    add_lora,
-    checkpoint,
-    executed_flops,
-    flop_counter,
-    llama,
-    opt,
-    project_lora,
-)
 from transformers import OPTConfig, OPTForCausalLM, OPTForSequenceClassification
 
 from dschat_lora.algos.logprobs import linear_cross_entropy
@@ -28,6 +15,19 @@ from dschat_lora.perf.throughput import (
     deepspeed_chat_flops,
     forward_flops,
     step_flops,
+)
+from helpers.perf_models import (
+    FAMILIES,
+    MLP_UP,
+    QUERY_VALUE,
+    VOCAB,
+    add_lora,
+    checkpoint,
+    executed_flops,
+    flop_counter,
+    llama,
+    opt,
+    project_lora,
 )
 from helpers.spread import pairwise
 

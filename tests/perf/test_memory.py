@@ -3,7 +3,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from perf_models import FAMILIES, QUERY_VALUE, VOCAB, add_lora, checkpoint, llama, opt, project_lora
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -15,6 +14,16 @@ from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.perf.memory import activation_bytes, estimate_memory, offloaded_bytes
 from dschat_lora.perf.shape import describe
+from helpers.perf_models import (
+    FAMILIES,
+    QUERY_VALUE,
+    VOCAB,
+    add_lora,
+    checkpoint,
+    llama,
+    opt,
+    project_lora,
+)
 from helpers.spread import pairwise
 
 ROWS, LENGTH = 4, 48

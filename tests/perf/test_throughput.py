@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from perf_models import add_lora, opt
 
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import (
@@ -14,6 +13,7 @@ from dschat_lora.perf.throughput import (
     peak_memory_bytes,
     step_flops,
 )
+from helpers.perf_models import add_lora, opt
 
 CPU = torch.device("cpu")
 # Two rows of 8 and one of 16: 2 * 8 + 16 = 32 positions, 2 * 64 + 256 = 384 pairs.

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from data.hand_tokenizers import build_byte_tokenizer
-from dschat_lora.config.options import build_config, parse_config
+from dschat_lora.config.options import parse_config
 from dschat_lora.data.prepare import prepare
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.algorithms import RolloutCorrection
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.engines import server_addresses
 from dschat_lora.rl.options.role_config import RoleConfig
 
 pytestmark = pytest.mark.usefixtures("first_rows")
@@ -108,32 +107,12 @@ def test_a_sampler_that_differs_from_the_policy_unweighted_is_noted(batches, cap
     assert ("--importance_cap 2 weighs tokens" in capsys.readouterr().out) == noted
 
 
-NOBODY = "http://127.0.0.1:9"  # where nothing listens
-VLLM = ["--rollout_engine", "vllm"]
-SERVED = ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"]
 GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (
-            ["--rollout_engine", "sglang"],
-            "own, transformers, vllm, or addresses of servers such as http://",
-        ),
-        (
-            ["--rollout_engine", f"{NOBODY},ftp://a"],
-            "--rollout_engine must be own, .*, got .*,ftp://a",
-        ),
-        (["--rollout_engine", NOBODY], "hands over the actor's adapter, and all weights train"),
-        (
-            ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"],
-            f"--rollout_engine {NOBODY} cannot be asked: .*refused; start there `vllm serve",
-        ),
-        (
-            ["--rollout_engine", "transformers", "--zero_stage", "3", "--actor_lora_dim", "4"],
-            "--rollout_engine transformers needs whole weights, which ZeRO 3 shards",
-        ),
         (
             ["--rollout_correction", "tis", "--importance_cap", "2"],
             "--importance_cap 2 is --rollout_correction tis by token with that threshold: give it",
@@ -142,110 +121,21 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             ["--rollout_correction", "mis", "--no-do_sample"],
             "--rollout_correction mis weighs by the probability .* --no-do_sample draws none",
         ),
-        (
-            ["--rollouts_ahead", "1"],
-            "--rollouts_ahead 1 has servers draw .*--rollout_engine own draws in the processes",
-        ),
-        (
-            ["--rollouts_ahead", "2", "--rollout_engine", "transformers"],
-            "--rollout_engine transformers draws in the processes .*`dschat-lora serve",
-        ),
-        (
-            ["--rollouts_ahead", "1", "--rollout_engine", NOBODY, "--environment", "json:loads"],
-            "--rollouts_ahead 1 .*an --environment or agent waits for each turn",
-        ),
-        (
-            ["--rollouts_ahead", "1", *SERVED, "--rollout_correction", "none"],
-            "--rollouts_ahead 1 learns from responses of older .*--rollout_correction none leaves",
-        ),
-        (
-            ["--rollouts_ahead", "1", *SERVED, "--no-do_sample"],
-            "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
-        ),
-        (
-            ["--oversample", "1.5", "--rollout_engine", "transformers"],
-            "--oversample 1.5 gives up responses .*--rollout_engine transformers do not",
-        ),
-        (
-            [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "no-such-vllm serve"],
-            "--vllm_command begins with no-such-vllm, which is no program on .*: install vLLM",
-        ),
-        (
-            [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "' x"],
-            '--vllm_command "\' x": No clo',
-        ),
-        (
-            [*VLLM, "--actor_lora_dim", "600", "--vllm_command", "true"],
-            "--actor_lora_dim 600 is more than the 512 that vLLM takes",
-        ),
-        (
-            [*VLLM, "--actor_lora_dim", "4", "--rollouts_ahead", "1", "--no-do_sample"],
-            "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
-        ),
-        (VLLM, "--rollout_engine vllm hands over the actor's adapter, and all weights train"),
-        (
-            [*VLLM, "--vllm_gpu_memory_utilization", "1"],
-            "--vllm_gpu_memory_utilization must be between 0 and 1, got 1",
-        ),
         (["--oversample", "0.9"], r"--oversample must be in \[1, 10\], got 0.9"),
         (["--oversample", "1e6"], r"--oversample must be in \[1, 10\], got 1000000"),
-        (["--rollouts_ahead", "-1"], r"--rollouts_ahead must be in \[0, 16\], got -1"),
-        (["--rollouts_ahead", "17"], r"--rollouts_ahead must be in \[0, 16\], got 17"),
         (
             ["--rollout_correction", "mis", "--rollout_is_threshold_lower", "3"],
             r"--rollout_is_threshold_lower must be in \[0, 2\), below --rollout_is_threshold",
         ),
-        (
-            ["--use_rollout_logprobs", "--rollout_engine", "transformers"],
-            "--use_rollout_logprobs is of --rollout_engine own; those of transformers are of other",
-        ),
     ],
 )
-def test_an_engine_that_cannot_be_used_is_refused_with_what_would_do(batches, argv, words):
+def test_rollouts_that_cannot_be_are_refused_with_what_would_do(batches, argv, words):
     with pytest.raises(ValueError, match=words):
         batches(1, *GRPO, *argv)
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([], None),
-        (["--rollout_engine", "transformers"], RolloutCorrection(2.0)),
-        (["--rollout_engine", "transformers", "--no-do_sample"], None),
-        (["--rollout_engine", "transformers", "--rollout_correction", "none"], None),
-        (["--rollout_engine", "transformers", "--importance_cap", "3"], RolloutCorrection(3.0)),
-        (
-            [
-                *("--rollout_correction", "mis", "--rollout_is", "sequence"),
-                *("--rollout_is_threshold", "3", "--rollout_is_threshold_lower", "0.5"),
-            ],
-            RolloutCorrection(3.0, floor=0.5, level="sequence", masks=True),
-        ),
-    ],
-)
-def test_responses_of_other_engines_are_weighed(monkeypatch, tmp_path, argv, expected):
-    monkeypatch.chdir(tmp_path)
-    config = check_rlhf(parse_config(RlhfConfig, [*GRPO, *argv]))
-    assert config.ppo.correction == expected
-
-
-def test_addresses_of_servers_are_taken_with_and_without_their_path():
-    typed = f"{NOBODY}/v1, https://host/a/v1/,{NOBODY}/"
-    config = parse_config(RlhfConfig, ["--rollout_engine", typed])
-    assert server_addresses(config.batch.rollout_engine) == (NOBODY, "https://host/a")
-
-
-def test_vllm_is_told_how_long_rows_are_rotated():
-    from types import SimpleNamespace
-
-    from dschat_lora.rl.loop.validation import with_rollout_engine
-
-    rope = '{"rope_type": "linear", "factor": 2.0}'
-    inputs = SimpleNamespace(
-        sources=SimpleNamespace(by_role={"actor": SimpleNamespace(rope_scaling=rope)})
-    )
-    options = {"rollout_engine": "vllm", "actor_lora_dim": 4, "vllm_command": "true"}
-    with pytest.raises(ValueError, match="trained with --rope_scaling .*: say the same to vLLM"):
-        with_rollout_engine(build_config(RlhfConfig, options), inputs)
-    options["vllm_command"] = "true --hf-overrides {}"
-    assert with_rollout_engine(build_config(RlhfConfig, options), inputs)
+def test_responses_are_weighed_by_the_options_of_sequences(batches):
+    argv = [*GRPO, "--rollout_correction", "mis", "--rollout_is", "sequence"]
+    argv += ["--rollout_is_threshold", "3", "--rollout_is_threshold_lower", "0.5"]
+    found = check_rlhf(parse_config(RlhfConfig, argv)).ppo.correction
+    assert found == RolloutCorrection(3.0, floor=0.5, level="sequence", masks=True)

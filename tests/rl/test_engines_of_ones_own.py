@@ -172,7 +172,6 @@ def test_options_are_those_that_the_engine_takes(tmp_path, monkeypatch):
 
     assert check().ppo.rollout_correction == "tis"
     for argv, words in [
-        (["--rollouts_ahead", "1"], f"--rollout_engine {RANDOM} draws in the processes that train"),
         (["--oversample", "1.5"], f"agents and --rollout_engine {RANDOM} do not"),
         (["--use_rollout_logprobs"], "--use_rollout_logprobs is of --rollout_engine own"),
     ]:
@@ -185,9 +184,8 @@ def test_options_are_those_that_the_engine_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "check", refuse, raising=False)
     with pytest.raises(ValueError, match="^--top_p is nothing for dice$"):
         check()
-    given = ["--rollout_engine", RANDOM, "--rollout_timeout", "9", "--merge_for_rollouts"]
-    notes = without_effect(parse_config(RlhfConfig, given))
-    assert len(notes) == 2
+    given = ["--rollout_engine", RANDOM, "--merge_for_rollouts"]
+    assert len(without_effect(parse_config(RlhfConfig, given))) == 1
 
 
 @pytest.fixture(scope="module")

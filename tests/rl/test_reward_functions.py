@@ -1,7 +1,6 @@
-"""How reward functions are called, built-in ones, several at once, and dynamic sampling."""
+"""How reward functions are called, several at once, and dynamic sampling."""
 
 import asyncio
-import inspect
 import json
 import math
 import sys
@@ -12,11 +11,9 @@ import torch
 
 from dschat_lora.rl.learn.dynamic_sampling import resample
 from dschat_lora.rl.learn.experience import idle_groups
-from dschat_lora.rl.loop.validation import check_rewards
 from dschat_lora.rl.options.algorithms import ALGORITHMS
-from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
+from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.builtin_rewards import BUILTINS, builtin_function
 from dschat_lora.rl.score.scores import (
     EpisodeScorer,
     RewardFunction,
@@ -30,6 +27,7 @@ from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
 CPU = torch.device("cpu")
+LENGTH = "helpers.scores:length"
 HELLO = [{"role": "user", "content": "hello"}]
 ROWS = [
     {"prompt": HELLO, "answer": "7 8"},
@@ -149,8 +147,8 @@ def test_a_failure_is_tried_again_as_often_as_asked(capsys):
         scored(score, retries=1)
 
 
-@pytest.mark.parametrize("kind", ["function", "coroutine", "of OpenRLHF's"])
-def test_only_the_calls_that_failed_are_made_again(kind, capsys):
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_the_calls_that_failed_are_made_again(waits, capsys):
     """One failure of eight: nine calls, each with its own log; a second one ends it."""
     responses = [Response((5,), (n,), True, n, b"{}") for n in range(3, 11)]
     calls, failing = [], [1]
@@ -166,11 +164,7 @@ def test_only_the_calls_that_failed_are_made_again(kind, capsys):
         await asyncio.sleep(0)
         return score(response, log_metric)
 
-    def openrlhfs(queries, prompts, labels, log_metric):
-        return {"rewards": [score(queries[0][len(prompts[0]) :].strip(), log_metric)]}
-
-    function = {"function": score, "coroutine": later}.get(kind, openrlhfs)
-    asked = made(function, retries=1)
+    asked = made(later if waits else score, retries=1)
     assert asked(responses)[:, 0].tolist() == [float(n) for n in range(3, 11)]
     assert sorted(map(int, calls)) == [3, 4, 5, 6, 6, 7, 8, 9, 10]
     assert asked.log.metrics == [("calls", 1.0)] * 8
@@ -315,10 +309,10 @@ def test_an_environment_s_reward_keeps_its_name_beside_a_function_of_that_name()
 
 
 def test_gates_are_named_as_functions_are():
-    config = RewardsConfig(reward_gate="builtin:format_tags", reward_function="builtin:length=3")
+    config = RewardsConfig(reward_gate="helpers.scores:ended", reward_function=LENGTH)
     found = load_scorer(config, Words(), has_model=False)
-    assert found.names == ("length", "format_tags")
-    assert found.gates == ("format_tags",)
+    assert found.names == ("length", "ended")
+    assert found.gates == ("ended",)
     with pytest.raises(ValueError, match="--reward_gate must be module:function"):
         RewardsConfig(reward_gate=("x",))
 
@@ -342,15 +336,15 @@ def test_whatever_a_function_does_wrong_is_one_error_with_its_cause(found):
 
 
 def test_weights_are_of_the_functions_and_last_of_the_model():
-    names = ("builtin:json_valid", "builtin:length=3")
-    ones = {"reward_model": 1.0, "json_valid": 1.0, "length": 1.0}
+    names = ("helpers.scores:ended", LENGTH)
+    ones = {"reward_model": 1.0, "ended": 1.0, "length": 1.0}
     config = RewardsConfig(reward_function=names)
     assert load_scorer(config, Words(), has_model=True).weights == ones
     del ones["reward_model"]
     assert load_scorer(config, Words(), has_model=False).weights == ones
     config = RewardsConfig(reward_function=names, reward_weights=(0.5, 2.0, 3.0))
     found = load_scorer(config, Words(), has_model=True).weights
-    assert found == {"reward_model": 3.0, "json_valid": 0.5, "length": 2.0}
+    assert found == {"reward_model": 3.0, "ended": 0.5, "length": 2.0}
     with pytest.raises(ValueError, match="--reward_weights has 1 weights for 2 functions"):
         RewardsConfig(reward_function=names, reward_weights=(1.0,))
 
@@ -419,7 +413,7 @@ def test_weights_of_a_scorer_are_of_its_names_and_checked_once_it_is_known(tmp_p
         "class Two:\n    names = ('a', 'b')\n"
         "    def __call__(self, responses, state):\n        return {}\n"
     )
-    names = ("two_rewards:Two", "builtin:length=3")
+    names = ("two_rewards:Two", LENGTH)
     config = RewardsConfig(reward_function=names, reward_weights=(1.0, 2.0, 3.0))
     found = load_scorer(config, Words(), has_model=False)
     assert found.weights == {"a": 1.0, "b": 2.0, "length": 3.0}
@@ -428,79 +422,6 @@ def test_weights_of_a_scorer_are_of_its_names_and_checked_once_it_is_known(tmp_p
         load_scorer(config, Words(), has_model=True)
     with pytest.raises(ValueError, match="--judge_function two_rewards:Two gives 2 rewards"):
         load_function("judge_function", "two_rewards:Two", Words())
-
-
-# ---------------------------------------------------------------------------- built-ins
-
-
-@pytest.mark.parametrize(
-    ("name", "response", "row", "expected"),
-    [
-        ("exact_match", " 42\n", {"answer": 42}, 1.0),
-        ("exact_match", "42.", {"answer": 42}, 0.0),
-        ("exact_match=gold", "Paris", {"gold": "Paris"}, 1.0),
-        ("regex=^Yes\\b", "Yes, sir", {}, 1.0),
-        ("regex=^Yes\\b", "Yesterday", {}, 0.0),
-        ("number_equals", "it is 1,024 in all", {"answer": "#### 1024"}, 1.0),
-        ("number_equals", "first 3, then -4.50", {"answer": "-4.5"}, 1.0),
-        ("number_equals", "none", {"answer": "none"}, 0.0),
-        ("length=4", "a b c d", {}, 1.0),
-        ("length=8", "a b c d", {}, 0.5),
-        ("length=2", "a b c d", {}, 0.0),
-        ("json_valid", '{"a": [1, 2]}', {}, 1.0),
-        ("json_valid", "{a: 1}", {}, 0.0),
-        ("format_tags", "<think>so\nso</think>\n<answer>4</answer>", {}, 1.0),
-        ("format_tags", "<answer>4</answer><think>so</think>", {}, 0.0),
-        ("format_tags", "<think>a</think><think>b</think><answer>4</answer>", {}, 0.0),
-        ("format_tags=plan", "x <plan>1</plan>", {}, 0.0),
-        ("repetition_penalty", "a b c a b c", {}, -0.25),  # 3 of 4 trigrams differ
-        ("repetition_penalty=1", "a a a a", {}, -0.75),
-        ("repetition_penalty", "a b", {}, 0.0),
-        ("soft_overlong=5,2", "a b c", {}, 0.0),
-        ("soft_overlong=5,2", "a b c d", {}, -0.5),
-        ("soft_overlong=5,2", "a b c d e f", {}, -1.0),
-        ("math_equal", "so it is $\\frac{1}{2}$", {"answer": "0.5"}, 1.0),
-        ("math_equal", "\\boxed{2\\sqrt{3}}", {"answer": "\\sqrt{12}"}, 1.0),
-        ("math_equal=gold", "x = 3", {"gold": 3}, 1.0),
-        ("math_equal", "$x^2$", {"answer": "x^3"}, 0.0),
-        ("math_equal", "no idea", {"answer": "4"}, 0.0),
-    ],
-)
-def test_built_in_reward(name, response, row, expected):
-    function = builtin_function(f"builtin:{name}")
-    ids = list(range(len(response.split())))
-    offered = {"response": response, "row": row, "token_ids": ids}
-    taken = {name: offered[name] for name in inspect.signature(function).parameters}
-    assert function(**taken) == pytest.approx(expected)
-
-
-def test_every_built_in_is_one_that_the_table_tests():
-    cases = next(m for m in test_built_in_reward.pytestmark if m.name == "parametrize").args[1]
-    elsewhere = {"json_schema", "judge", "python_tests", "ifeval"}  # test_external_rewards.py
-    assert {case[0].partition("=")[0] for case in cases} | elsewhere == set(BUILTINS)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nosuch", "there is no such built-in reward; there are builtin:exact_match, builtin:r"),
-        ("regex", "give a regular expression"),
-        ("regex=(", "missing .*, unterminated"),
-        ("length=0", "give a number of tokens, as in builtin:length=40"),
-        ("soft_overlong=64", "give most tokens and those that are punished"),
-    ],
-)
-def test_a_built_in_that_cannot_be_is_refused_with_the_options(name, words):
-    with pytest.raises(ValueError, match=f"--reward_function builtin:.*{words}"):
-        check_rewards(RlhfConfig(rewards=RewardsConfig((f"builtin:{name}",))), None)
-
-
-def test_the_column_of_a_built_in_must_be_there():
-    config = RewardsConfig(reward_function=("builtin:exact_match=gold",))
-    function = load_scorer(config, Words(), has_model=False)
-    function.check_columns(["gold"])
-    with pytest.raises(ValueError, match="builtin:exact_match=gold asks for gold; .*: answer"):
-        function.check_columns(["answer"])
 
 
 # ---------------------------------------------------------------------------- dynamic sampling

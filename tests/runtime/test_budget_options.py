@@ -9,7 +9,7 @@ from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
-from dschat_lora.runtime import advice, memory
+from dschat_lora.runtime import memory
 from dschat_lora.runtime.resume import check_identity, options_to_keep, settle
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
 from helpers.step1 import checked, parsed
@@ -153,7 +153,6 @@ def test_tokens_are_part_of_what_a_run_is(tmp_path):
 
 def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     asked = []
-    monkeypatch.setattr(advice, "describe", lambda model: None)
     monkeypatch.setattr(memory, "estimate_memory", lambda model, **options: asked.append(options))
     monkeypatch.setattr(
         memory, "Backbone", lambda model: SimpleNamespace(mask_bytes=lambda *_, **__: 3)
@@ -165,8 +164,8 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     )
     adapted = SimpleNamespace(model=None)
     stored = {"gradient_checkpointing": False, "offload_activations": False, "zero_stage": 0}
-    advice.make_estimator(adapted, config, settings)(rows=1, length=512, **stored)
+    memory.trained_model(adapted, config, settings).estimate(rows=1, length=512, **stored)
     assert (asked[0]["rows"], asked[0]["length"]) == (3, 433)
     assert (said | {"mask_bytes": 3}).items() <= asked[0].items()
-    advice.make_estimator(adapted, checked(), settings)(rows=16, length=128, **stored)
+    memory.trained_model(adapted, checked(), settings).estimate(rows=16, length=128, **stored)
     assert (asked[1]["rows"], asked[1]["length"]) == (16, 128)

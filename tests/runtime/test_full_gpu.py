@@ -8,45 +8,40 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.runtime.advice import explaining_memory
-from dschat_lora.runtime.memory import TrainedModel, estimate_memory_of, plan_memory
+from dschat_lora.runtime.memory import (
+    GIB,
+    MemoryPlan,
+    TrainedModel,
+    estimate_memory_of,
+    explaining_memory,
+    plan_memory,
+)
 from helpers.runs import LORA, engine_settings, load_model
-from helpers.step1 import parsed
 
 
-@pytest.fixture
-def message(model_directory, tmp_path, monkeypatch):
-    """``message(run)``: what running out of memory in ``run``'s directory says."""
-    monkeypatch.setattr("dschat_lora.runtime.advice.world_size", lambda: 1)
-    adapted = AdaptedModel(load_model(model_directory("opt"), LORA), LoraConfig(**LORA), [])
-    config = parsed("--lora_dim", 4, "--per_device_train_batch_size", 8, "--max_seq_len", 16)
-
-    def call(run):
-        with (
-            pytest.raises(torch.OutOfMemoryError) as error,
-            explaining_memory(adapted, config, engine_settings(micro=8), run),
-        ):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return str(error.value)
-
-    return call
+def message(run, plan=None):
+    """What running out of memory in ``run``'s directory says where no add-on advises."""
+    with (
+        pytest.raises(torch.OutOfMemoryError) as error,
+        explaining_memory(run, plan, "an occasion that none knows"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    return str(error.value)
 
 
-def test_message_says_what_fills_the_device_and_which_options_help(message, tmp_path):
-    said = message(tmp_path)
-    assert said.startswith("out of GPU memory: by estimate ")
-    assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in said
-    assert "checkpoint is" not in said
-
-
-def test_message_names_the_newest_checkpoint_on_any_rank(message, tmp_path):
+def test_message_has_the_estimate_and_the_newest_checkpoint(tmp_path):
+    cause = "CUDA out of memory. Tried to allocate 2 GiB"
+    assert message(tmp_path) == f"out of GPU memory: {cause}"
     for step in (5, 10):
         step_directory(tmp_path, step).mkdir(parents=True)
-    assert message(tmp_path).endswith(f"The newest checkpoint is {step_directory(tmp_path, 10)}")
+    assert message(tmp_path, MemoryPlan(2 * GIB, 0, 3 * GIB, GIB, 0)) == (
+        f"out of GPU memory, by estimate 6 GiB are needed: {cause}. The newest checkpoint is "
+        f"{step_directory(tmp_path, 10)}"
+    )
 
 
-def test_other_errors_are_left_as_they_are(model_directory, tmp_path):
-    with pytest.raises(KeyError), explaining_memory(None, None, None, tmp_path):
+def test_other_errors_are_left_as_they_are(tmp_path):
+    with pytest.raises(KeyError), explaining_memory(tmp_path, None, "rl_memory"):
         raise KeyError("x")
 
 

@@ -13,7 +13,6 @@ import torch
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.history import step_directory
-from dschat_lora.checkpoint.lora_only import read_lora_only
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -143,11 +142,6 @@ def test_a_pickled_adapter_is_refused(tmp_path):
     (path / "adapter_model.safetensors").unlink()
     torch.save(Payload(), path / "adapter_model.bin")
     assert "can run code when loaded" in message(read_adapter, path)
-
-
-def test_a_pickled_lora_only_file_is_refused(tmp_path):
-    torch.save({"a.lora_A": Payload()}, tmp_path / "lora.pt")
-    assert "holds more than tensors" in message(read_lora_only, tmp_path / "lora.pt")
 
 
 def test_a_pattern_that_backtracks_without_end_is_given_up():

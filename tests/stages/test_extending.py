@@ -101,13 +101,13 @@ def test_the_add_on_of_the_page_adds_a_verb_an_option_and_a_reward(tmp_path):
         "sys.argv = ['dschat-lora', 'lengths', 'notes.txt']\nprogram.main()\n"
         "from dschat_lora.config.addons import provided\n"
         "from dschat_lora.config.stages import SupervisedConfig\n"
-        "print(SupervisedConfig().addons.brevity.words, *provided('reward_function'))\n"
+        "print(SupervisedConfig().addons.brevity.words, 'brief' in provided('reward_function'))\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    assert (ended.stdout, ended.stderr) == ("2 1\n10 brief\n", "")
+    assert (ended.stdout, ended.stderr) == ("2 1\n10 True\n", "")
 
 
 def test_the_script_runs(home, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from dschat_lora.rl.score.user_functions import find_function
 from helpers.launcher import ROOT
+from helpers.roles import Words
 
 TUTORIALS = {
     "grpo_with_a_python_reward.md": ("my_rules:begins_with_the", ["The", "A"], [1.0, 0.0]),
@@ -42,7 +43,7 @@ def test_functions_of_a_tutorial_do_what_it_says(name, tmp_path, monkeypatch):
     function_name, texts, expected = TUTORIALS[name]
     write_files(name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    function = find_function("reward_function", function_name)
+    function = find_function("reward_function", function_name, Words())
     assert function(texts) == expected
 
 

@@ -9,7 +9,7 @@ from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import DataKind, check_sources
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.options.config import RewardsConfig
-from dschat_lora.rl.score.builtin_rewards import check_scorer
+from dschat_lora.rl.options.names import check_scorer
 from dschat_lora.runtime.checks import find_of_kind, require_packages, task_of
 from dschat_lora.runtime.directory import check_file_can_be_made
 from dschat_lora.runtime.validation import check_reading

@@ -7,4 +7,5 @@ ADDON = Addon(
     verbs={"glue": "dschat_lora.addons.glue.verbs:glue"},
     summaries={"glue": "GLUE with RoBERTa or DeBERTa-v2"},
     titles={"glue": "GLUE"},
+    needs=("loralib",),
 )

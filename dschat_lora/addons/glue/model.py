@@ -15,9 +15,9 @@ from transformers import (
 
 from dschat_lora.addons.glue.bottleneck import add_adapters, is_adapter
 from dschat_lora.addons.glue.config import GlueConfig
+from dschat_lora.addons.loralib.extract import is_head
+from dschat_lora.addons.loralib.lora_only import is_factor, read_lora_only, read_tensors
 from dschat_lora.checkpoint.adapter import read_adapter
-from dschat_lora.checkpoint.extract import is_head
-from dschat_lora.checkpoint.lora_only import is_factor, read_lora_only, read_tensors
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora, lora_layers, seeded_generator
 from dschat_lora.models.loading import check_loaded, check_local_files, hub_errors

@@ -9,8 +9,8 @@ from dschat_lora.addons.glue.data import TaskSplit
 from dschat_lora.addons.glue.model import lora_settings, trained_tensors
 from dschat_lora.addons.glue.trainer import GlueTrainer, predictions, tokenize
 from dschat_lora.addons.glue.validation import LAST
-from dschat_lora.checkpoint.extract import empty_classifier, write_trained
-from dschat_lora.checkpoint.lora_only import LoraOnly
+from dschat_lora.addons.loralib.extract import empty_classifier, write_trained
+from dschat_lora.addons.loralib.lora_only import LoraOnly
 from dschat_lora.checkpoint.tensors import save_weights, writing
 from dschat_lora.config.staging import staged_file, write_whole
 from dschat_lora.report.directory import read_object

@@ -15,4 +15,5 @@ ADDON = Addon(
             "token ids": "dschat_lora.addons.nlg.formats:TOKEN_IDS",
         }
     },
+    needs=("loralib",),
 )

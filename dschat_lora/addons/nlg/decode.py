@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from dschat_lora.addons.loralib.lora_only import load_lora_only, lora_config_of_file, read_lora_only
 from dschat_lora.addons.nlg.beam_search import BeamSearch, beam_search
 from dschat_lora.addons.nlg.config import DecodeConfig
 from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import epoch_files, weights_file
-from dschat_lora.checkpoint.lora_only import load_lora_only, lora_config_of_file, read_lora_only
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import fail
 from dschat_lora.config.staging import write_whole

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dschat_lora.algos.tensors import check_finite
-from dschat_lora.checkpoint.lora_only import (
+from dschat_lora.addons.loralib.lora_only import (
     LoraOnly,
     LoraSettings,
     is_factor,
     rank_of,
     read_tensors,
 )
+from dschat_lora.algos.tensors import check_finite
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.models.loading import load_config, load_options
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from dschat_lora.addons.loralib.lora_only import write_lora_only
 from dschat_lora.addons.nlg.config import NlgConfig
 from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import (
@@ -13,7 +14,6 @@ from dschat_lora.addons.nlg.validation import (
     schedule,
     weights_file,
 )
-from dschat_lora.checkpoint.lora_only import write_lora_only
 from dschat_lora.checkpoint.tensors import writing
 from dschat_lora.config.staging import staged_directory
 from dschat_lora.engine.distributed import on_rank_zero

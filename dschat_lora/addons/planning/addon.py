@@ -20,5 +20,12 @@ ADDON = Addon(
         name: f"dschat_lora.addons.planning.python:{name}"
         for name in ("plan", "tune", "Plan", "Tuned")
     },
+    provides={
+        "advice": {
+            "supervised_memory": "dschat_lora.addons.planning.memory_advice:advise",
+            "rl_memory": "dschat_lora.addons.planning.rl_memory_advice:advise",
+            "launches": "dschat_lora.addons.planning.launches:micro_batch_advice",
+        }
+    },
     needs=("pipeline", "report"),
 )

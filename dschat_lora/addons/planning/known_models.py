@@ -22,7 +22,7 @@ _STAGES: Mapping[str, Mapping[str, Any]] = {
     "rlhf": {
         "actor_lora_dim": 16,
         "algorithm": "grpo",
-        "reward_function": ("builtin:length=40",),
+        "reward_function": ("dschat_lora.world:reward",),
         "num_generations": 4,
     },
 }

@@ -9,6 +9,11 @@ import torch
 from torch import nn
 
 from dschat_lora.addons.planning.cards import Card
+from dschat_lora.addons.planning.launches import (
+    EFFICIENCY,
+    LAUNCH_SECONDS,
+    count_launches,
+)
 from dschat_lora.addons.planning.published import as_planned
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.config.groups import is_on
@@ -24,11 +29,6 @@ from dschat_lora.models.composite import TextModel, unbuildable_left_out, whole_
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import tabled_peak
-from dschat_lora.perf.launches import (
-    EFFICIENCY,
-    LAUNCH_SECONDS,
-    count_launches,
-)
 from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops

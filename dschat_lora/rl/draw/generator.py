@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
+from typing import ClassVar, Protocol
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, gather_texts
@@ -11,10 +12,24 @@ from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.rl.draw.engine import Begin, Drawing, Pending
 from dschat_lora.rl.draw.player import Draw, Key, OneTurn, Player
 from dschat_lora.rl.response.response import Response, share_responses, unanswered
+from dschat_lora.runtime.checkpointer import Stateful
 
 
 class BrokenWeightsError(ValueError):
     """A weight of the actor is not finite, or no answer can be drawn. Raised on every rank."""
+
+
+class Rollouts(Stateful, Protocol):
+    """Responses that are begun before their iteration, as an add-on's ``rollouts`` does.
+
+    Attributes:
+        name: of its state in checkpoints.
+    """
+
+    name: ClassVar[str]
+
+    def __call__(self) -> list[Response]:
+        """Those of the present iteration; call on every rank."""
 
 
 class Generator:

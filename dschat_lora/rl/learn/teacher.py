@@ -105,7 +105,7 @@ def load_teacher(
             *config.teacher.server,
             tokenizer,
             max_seq_len=config.data.max_seq_len,
-            timeout=config.batch.rollout_timeout,
+            timeout=config.addons.engines.rollout_timeout,
             in_flight=config.batch.per_device_generation_batch_size * world_size(),
             say=lambda words: run.log.say(f"  note         --teacher_model_name_or_path: {words}"),
         )

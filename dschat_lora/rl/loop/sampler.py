@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from dschat_lora.algos.seeds import permutation, stream_seed
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.loader import sample_sources, told_sources
 from dschat_lora.data.prepare import Prepared
@@ -16,7 +16,8 @@ from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.rl.draw.generator import Generator
+from dschat_lora.rl.draw.engine import Pending
+from dschat_lora.rl.draw.generator import Generator, Rollouts
 from dschat_lora.rl.draw.source import (
     Draws,
     PromptOrder,
@@ -68,28 +69,13 @@ class RolloutSampler:
             top_k=batch.top_k,
         )
         self._how: dict[str, Any] = {"sampling": sampling, "num_generations": batch.num_generations}
-        # That of the present iteration and those of later ones that are begun.
-        self._draws = lru_cache(batch.rollouts_ahead + 1)(self._make_draws)
-        self._ahead: Any = None
-        if batch.rollouts_ahead:
-            from dschat_lora.rl.draw.rollouts_ahead import RolloutsAhead
-
-            self._ahead = RolloutsAhead(
-                batch.rollouts_ahead,
-                lambda: self.schedule.num_iterations,
-                iteration=iteration,
-                draws_of=self._draws,
-                begin=lambda draws, iteration: generator.begin(
-                    draws.prompts,
-                    key=(config.run.seed, iteration),
-                    needed=draws.needed,
-                    **self._how,
-                ),
-            )
+        self._made = dict[int, Draws]()  # of the present iteration and later ones
+        makers = (own.rollouts(self) for own in groups_of(config, "rollouts"))
+        self._rollouts: Rollouts | None = next(filter(None, makers), None)
         sources = {"stream": self.source, "answers": self._answers}
         self.parts: dict[str, Stateful] = {n: s for n, s in sources.items() if s and s.state()}
-        if self._ahead is not None:
-            self.parts["rollouts_ahead"] = self._ahead
+        if self._rollouts is not None:
+            self.parts[self._rollouts.name] = self._rollouts
         self._metrics: dict[str, float] = {}
 
     def draw(
@@ -105,8 +91,8 @@ class RolloutSampler:
         setup, config, iteration = self._setup, self._config, self.progress.iteration
         phase = self.timer.phase
         with phase("generation"):
-            draws, ahead = self._draws(iteration), self._ahead
-            drawn = ahead() if ahead else self._generate(draws.prompts, needed=draws.needed)
+            draws, begun = self.draws_of(iteration), self._rollouts
+            drawn = begun() if begun else self._generate(draws.prompts, needed=draws.needed)
             places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
             drawn = self._generator.player.checked(drawn)
             responses = [replace(each, group=places[each.group]) for each in drawn]
@@ -140,6 +126,19 @@ class RolloutSampler:
         """Of the responses that were drawn last, which were those of an iteration."""
         return self.source.passes(iteration + 1) | self._metrics
 
+    def draws_of(self, iteration: int) -> Draws:
+        """What is drawn for an iteration, which is made once."""
+        now = self.progress.iteration
+        self._made = {number: each for number, each in self._made.items() if number >= now}
+        if iteration not in self._made:
+            self._made[iteration] = self._make_draws(iteration)
+        return self._made[iteration]
+
+    def begin(self, draws: Draws, iteration: int) -> Pending[list[Response]]:
+        """Begin on the responses of an iteration; what is returned waits for them."""
+        key = (self._config.run.seed, iteration)
+        return self._generator.begin(draws.prompts, key=key, needed=draws.needed, **self._how)
+
     def _make_draws(self, iteration: int) -> Draws:
         """What is drawn for an iteration: a function of its number."""
         config, block = self._config, self.source.block(iteration)
@@ -172,7 +171,7 @@ class RolloutSampler:
         iteration = self.progress.iteration
         key = (self._config.run.seed, iteration, *more)
         found = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
-        return found if self._ahead is None else [each.drawn_by(iteration) for each in found]
+        return found if self._rollouts is None else [each.drawn_by(iteration) for each in found]
 
 
 def _source(

@@ -21,7 +21,6 @@ from dschat_lora.rl.draw.player import AsksForColumns, OneTurn, Player
 from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
 from dschat_lora.rl.learn.teacher import Teacher, load_teacher
-from dschat_lora.rl.loop.advice import explaining_memory
 from dschat_lora.rl.loop.memory import (
     Costs,
     memory_plan,
@@ -40,7 +39,7 @@ from dschat_lora.rl.options.inputs import (
 )
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
-from dschat_lora.runtime.memory import MemoryPlan, free_memory
+from dschat_lora.runtime.memory import MemoryPlan, advice, explaining_memory, free_memory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -157,7 +156,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
                 of_other = build(other, meta=True)
             return memory_plan(other, of_other, role_settings(other))
 
-        run.closing.enter_context(explaining_memory(config, costs.plan, planned, run.directory))
+        run.closing.enter_context(
+            explaining_memory(run.directory, costs.plan, "rl_memory", config, costs.plan, planned)
+        )
         setup = replace(setup, identity=_identity(setup))
         models.shard()
     return setup
@@ -329,9 +330,8 @@ def _describe(setup: RlhfSetup) -> None:
     if plan is not None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
-    load = run.config.load
     for role, each in trained_models(run.config, roles, settings).items():
-        if words := each.launch_advice(fused_kernels=load.fused_kernels, compiled=load.compile):
+        if words := advice("launches", each, run.config.load):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)

@@ -26,9 +26,13 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import episode_prompt, gives_one_reward, object_path
+from dschat_lora.rl.options.names import (
+    check_scorer,
+    episode_prompt,
+    gives_one_reward,
+    object_path,
+)
 from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
-from dschat_lora.rl.score.builtin_rewards import check_scorer
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -66,10 +70,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
 
     def check(config: RlhfConfig) -> RlhfConfig:
         inputs = RlhfInputs(find_sources(config), config.data.data_path)
-        config = apply_checks(config, inputs, RLHF_CHECKS)
-        for own in groups_of(config, "check"):
-            config = own.check(config) or config
-        return config
+        return apply_checks(config, inputs, RLHF_CHECKS)
 
     return resolve_stage(config, check, stage=config.stage)
 
@@ -447,25 +448,16 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_source_is_kept(config.run, source)
 
 
+def with_addons(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With what add-ons make of it, each by the ``check`` of its options."""
+    for own in groups_of(config, "check"):
+        config = own.check(config) or config
+    return config
+
+
 def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse rollouts ahead and over-sampling where the engine or other options rule them out."""
-    batch, name, ahead = config.batch, config.batch.rollout_engine, config.batch.rollouts_ahead
-    if ahead and (config.has_turns or not batch.engine.can_run_ahead):
-        with_turns = "an --environment or agent waits for each turn"
-        in_process = (
-            f"--rollout_engine {name} draws in the processes that train: give the address of a "
-            "server, such as `dschat-lora serve --allow_runtime_lora_updating` in another process"
-        )
-        raise ValueError(
-            f"--rollouts_ahead {ahead} has servers draw whole responses while this process trains, "
-            f"and {with_turns if config.has_turns else in_process}"
-        )
-    if ahead and not (batch.do_sample and config.ppo.rollout_correction != "none"):
-        off = "--rollout_correction none" if batch.do_sample else "--no-do_sample"
-        raise ValueError(
-            f"--rollouts_ahead {ahead} learns from responses of older adapters, for which "
-            f"--rollout_correction weighs, and {off} leaves no weights: leave one out"
-        )
+    """Refuse over-sampling where the engine or other options rule it out."""
+    batch, name = config.batch, config.batch.rollout_engine
     if batch.oversample > 1 and (config.has_turns or not batch.engine.gives_up):
         own = "" if batch.engine.gives_up else f" and --rollout_engine {name}"
         raise ValueError(
@@ -532,6 +524,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_recomputation,
     check_output_dir,
     check_sources_are_kept,
+    with_addons,
     check_rollouts,
     with_rollout_engine,
     announce,

@@ -19,7 +19,7 @@ from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, opti
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
-from dschat_lora.rl.options.engines import ENGINES_HELP, EngineFacts, check_engine, engine_facts
+from dschat_lora.rl.options.engines import EngineFacts, check_engine, engine_facts, engines_help
 from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
 from dschat_lora.rl.options.role_config import CriticConfig, RoleConfig, TeacherConfig
 
@@ -59,7 +59,6 @@ class PromptConfig(SourceConfig):
         return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
 
 
-of_vllm = partial(option, when="rollout_engine=vllm")
 of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
 of_sum = partial(option, when="has_shaped_sum")
@@ -97,35 +96,7 @@ class RolloutConfig:
         "and reinforce_pp, which do not compare them; 8, or fewer that divide "
         "--per_device_generation_batch_size"
     )
-    rollout_engine: str = option("own", help=ENGINES_HELP)
-    vllm_command: str | None = of_vllm(
-        None,
-        help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
-        "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
-    )
-    vllm_gpu_memory_utilization: float = of_vllm(
-        0.3,
-        help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
-        "takes while it draws; on a GPU it sleeps while the actor trains",
-    )
-    rollout_adapter_dir: str | None = option(
-        None,
-        help="directory that the servers of --rollout_engine see too, in which they find the "
-        "adapter; default: one in memory, for servers on this machine",
-        when="not rollout_engine=own,transformers",
-    )
-    rollout_timeout: float = option(
-        600.0,
-        help="seconds that a server of --rollout_engine, or a teacher's, may take for a response, "
-        "and vllm to start",
-        when="has_server",
-    )
-    rollouts_ahead: int = option(
-        0,
-        help="have the servers of --rollout_engine draw the responses of so many further "
-        "iterations while one trains, by adapters that are at most so many iterations old; "
-        "--rollout_correction weighs for that; 0: they wait for each other",
-    )
+    rollout_engine: str = option("own", help=engines_help())
     oversample: float = option(
         1.0,
         help="begin the responses to so many times the prompts of an iteration, and end when those "
@@ -181,11 +152,7 @@ class RolloutConfig:
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         if self.environment is not None:
             check_name("environment", self.environment)
-        require_numbers(self, "> 0", "rollout_timeout")
-        require_numbers(self, "in [0, 16]", "rollouts_ahead")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
-        share = self.vllm_gpu_memory_utilization
-        require(0 < share < 1, "vllm_gpu_memory_utilization", share, "between 0 and 1")
         check_engine(self.rollout_engine)
         if self.num_generations is None:
             return
@@ -536,11 +503,6 @@ class RlhfConfig(StageConfig):
     def has_shaped_sum(self) -> bool:
         """Whether the sum of rewards, scaled and punished, teaches, and not each by itself."""
         return not self.ppo.rules.by_reward
-
-    @property
-    def has_server(self) -> bool:
-        """Whether a server draws responses or is the teacher."""
-        return not self.batch.engine.in_process or self.teacher.server is not None
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dschat_lora.config.addon_names import ADDONS
+from dschat_lora.config.addons import installed, load
 from dschat_lora.config.groups import require
-from dschat_lora.rl.options.names import called, is_address, is_own, load_object, made, of_addons
+from dschat_lora.rl.options.names import addon_name, called, is_own, load_object, made
 
 
 class EngineError(Exception):
-    """No server is left that draws responses, or they cannot."""
+    """Responses cannot be drawn: what is told in one line."""
 
 
 def are_logprobs(values: object) -> bool:
@@ -28,6 +30,11 @@ class EngineFacts:
     """
 
     help: str = ""
+    # Of a name that ends in a colon: what its values are called, how they are written, and
+    # whether something is one.
+    values: str = ""
+    hint: str = ""
+    takes: Callable[[str], bool] = lambda value: True
     make: str = ""  # makes it of an EngineSite
     start: str = ""  # of a config, its sources and the run, before models take memory
     check_options: str = ""  # of a config and the inputs, without torch; raises ValueError
@@ -40,7 +47,6 @@ class EngineFacts:
     same_model: bool = False  # its log-probabilities must be near those of the actor
     can_run_ahead: bool = False  # it goes on with the weights that it has while the actor trains
     gives_up: bool = False  # it takes ``needed``, and draws no more once so many prompts are whole
-    about: Callable[[Any], str] | None = None  # what the start-up says, of the config's rollouts
 
     @property
     def decodes_actor(self) -> bool:
@@ -79,44 +85,29 @@ ENGINES = {
         same_model=True,
         gives_up=True,
     ),
-    "transformers": EngineFacts(
-        "its continuous batching",
-        make="dschat_lora.rl.draw.transformers_engine:transformers_engine",
-        needs_whole_weights=True,
-        same_model=True,
-    ),
-    "vllm": EngineFacts(
-        "which the run starts beside itself",
-        make="dschat_lora.rl.draw.vllm_server:vllm_engine",
-        start="dschat_lora.rl.draw.vllm_server:start_vllm",
-        check_options="dschat_lora.rl.draw.engine_checks:check_vllm",
-        in_process=False,
-        takes_adapter=True,
-        same_model=True,
-        can_run_ahead=True,
-        gives_up=True,
-        about=lambda rollouts: (
-            f"vLLM takes up to {rollouts.vllm_gpu_memory_utilization:.0%} of each GPU's memory"
-            f"{'' if rollouts.rollouts_ahead else ' while it draws'}, or of the host's"
-        ),
-    ),
 }
-ADDRESSES = EngineFacts(
-    "vLLM, SGLang or `dschat-lora serve`",
-    make="dschat_lora.rl.draw.server_engine:engine_of_addresses",
-    check_options="dschat_lora.rl.draw.engine_checks:check_servers",
-    in_process=False,
-    takes_adapter=True,
-    same_model=True,
-    can_run_ahead=True,
-    gives_up=True,
-)
-ENGINES_HELP = (
-    f"what draws responses: {', '.join(ENGINES)}, servers or module:Class\n"
-    + "; ".join(f"{name}, {each.help}" for name, each in ENGINES.items() if each.help)
-    + f"; servers ({ADDRESSES.help}) that take adapters at run time, by their addresses with "
-    "commas between them, such as http://127.0.0.1:8000; or module:Class of your own"
-)
+
+
+def known_engines() -> dict[str, EngineFacts]:
+    """What engines by name say of themselves; those of another package are not imported for it."""
+    found = dict(ENGINES)
+    for addon in installed().values():
+        for name, path in addon.provides.get("rollout_engine", {}).items():
+            facts = load(path) if addon.name in ADDONS else EngineFacts()
+            found[name] = facts(name) if callable(facts) else facts
+    return found
+
+
+def engines_help() -> str:
+    """The help of ``--rollout_engine``."""
+    known = {n: each for n, each in known_engines().items() if n in ENGINES or each.help}
+    names = dict.fromkeys(each.values or name for name, each in known.items())
+    helps = (e.help if e.values else f"{n}, {e.help}" for n, e in known.items() if e.help)
+    more = "".join(f"{each}; " for each in dict.fromkeys(helps))
+    return (
+        f"what draws responses: {', '.join(names)} or module:Class\n{more}"
+        "or module:Class of your own"
+    )
 
 
 def engine_facts(name: str) -> EngineFacts:
@@ -125,9 +116,11 @@ def engine_facts(name: str) -> EngineFacts:
     Raises:
         ValueError: if there is none of that name, or it has no method ``draw``.
     """
-    if not is_own("rollout_engine", name):
-        return ENGINES.get(name, ADDRESSES)
+    if name in ENGINES:
+        return ENGINES[name]
     own: Any = load_object("rollout_engine", name)
+    if isinstance(own, EngineFacts):
+        return own
     if not callable(getattr(own, "draw", None)):
         raise ValueError(f"--rollout_engine {name} has no method draw(asked, sampling)")
     # The switches, but no names of functions of the package.
@@ -140,26 +133,21 @@ def engine_facts(name: str) -> EngineFacts:
 
 
 def check_engine(name: str) -> None:
-    """Refuse what is no engine of the package, an add-on or a user, nor addresses of servers."""
-    own = name in ENGINES or is_own("rollout_engine", name)
-    is_known = own or all(map(is_address, server_addresses(name)))
-    allowed = (
-        f"{', '.join([*ENGINES, *of_addons('rollout_engine')])}, "
-        "or addresses of servers such as http://127.0.0.1:8000, with "
-        f"commas between them ({ADDRESSES.help}), or module:Class of your own"
-    )
-    require(is_known, "rollout_engine", name, allowed)
+    """Refuse what is no engine of the package, an add-on or a user.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
+    known, of_addon = known_engines(), addon_name("rollout_engine", name)
+    is_known = name in ENGINES or is_own("rollout_engine", name)
+    if of_addon:
+        is_known = known[of_addon].takes(name)
+    shown = dict.fromkeys(each.hint or name for name, each in known.items())
+    require(is_known, "rollout_engine", name, f"{', '.join(shown)}, or module:Class of your own")
 
 
-def server_addresses(name: str) -> tuple[str, ...]:
-    """Addresses of the servers that are named, without the path ``/v1``."""
-    given = (each.strip().rstrip("/") for each in name.split(","))
-    return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
-
-
-_objects: dict[
-    type, Any
-] = {}  # of users' classes, from the check of options until a run takes them
+# Of users' classes, from the check of options until a run takes them.
+_objects: dict[type, Any] = {}
 
 
 def engine_object(own: Any, *, is_taken: bool = False) -> Any:

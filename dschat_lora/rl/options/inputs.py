@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.models.source import ModelSource, find_model
@@ -156,14 +157,9 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     if config.data.num_prompts:
         data = f"{config.data.num_prompts:,} episodes without data"
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
-    ahead = config.batch.rollouts_ahead
-    if (about := config.batch.engine.about) is not None:
-        say_once(f"  rollouts     {about(config.batch)}")
-    if ahead:
-        weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
-        if config.ppo.rules.distills and config.teacher.beta is not None:
-            weighs = f"for which --distill_loss {config.teacher.distill_loss} has no weights"
-        say_once(f"  rollouts     up to {ahead} iterations ahead, by adapters as old, {weighs}")
+    for own in groups_of(config, "first_lines"):
+        for line in own.first_lines(config):
+            say_once(line)
 
 
 def note_options(config: RlhfConfig, inputs: RlhfInputs) -> None:

@@ -6,21 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from dschat_lora.config.addons import SEAMS, provided, provided_name
+from dschat_lora.config.addons import SEAMS, begins_values, provided, provided_name
 from dschat_lora.config.groups import require
 from dschat_lora.config.held import held_object, is_held, is_in_module
-from dschat_lora.runtime.checks import imported
+from dschat_lora.runtime.checks import check_function, imported
 
 Function = Callable[..., Any] | str  # or module:function, which is imported when it is called
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
-BUILTIN = "builtin:"  # before the name of a built-in reward
 # Before the name of an environment of theirs.
 ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
 # By option the names that are the package's own, which no add-on may have.
 OWN_NAMES: Mapping[str, tuple[str, ...]] = {
-    "rollout_engine": ("own", "transformers", "vllm"),
+    "rollout_engine": ("own",),
     "environment": ENVIRONMENT_LIBRARIES,
     "algorithm": (
         *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),
@@ -55,19 +54,14 @@ def is_own(option: str, name: str) -> bool:
     return is_held(name) or bool(addon_name(option, name)) or is_in_module(name)
 
 
-def is_builtin(name: str) -> bool:
-    """Whether ``name`` is one of ``builtin:...``."""
-    return name.startswith(BUILTIN)
-
-
 def is_remote(name: str) -> bool:
     """Whether ``name`` begins as the address of a server."""
     return name.startswith(("http://", "https://"))
 
 
 def gives_one_reward(name: str) -> bool:
-    """Whether ``name`` is of something that scores which is no module's, and has one score."""
-    return is_builtin(name) or is_remote(name)
+    """Whether an add-on makes what scores of the whole ``name``, and so has one score."""
+    return begins_values(addon_name("reward_function", name))
 
 
 def is_address(text: str) -> bool:
@@ -81,18 +75,15 @@ def is_address(text: str) -> bool:
 
 
 def check_name(option: str, name: str) -> None:
-    """Refuse what names no function; built-in ones are rewards."""
-    scores = option not in ("environment", "agent", "parts")
-    if scores and is_builtin(name):
-        return
-    allowed = ", ".join([*of_addons(option), "module:function such as my_rewards:is_right"])
-    usable = is_in_module(name) or name in of_addons(option)
+    """Refuse what names no function."""
+    names = [each for each in of_addons(option) if not begins_values(each)]
+    allowed = ", ".join([*names, "module:function such as my_rewards:is_right"])
+    usable = bool(addon_name(option, name)) or is_in_module(name)
     if option == "environment":
         library, _, rest = name.partition(":")
         usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
         allowed += f", or LIBRARY:NAME of {', '.join(ENVIRONMENT_LIBRARIES)}"
-    elif scores:
-        usable = usable or is_remote(name)
+    elif "http://" in of_addons(option):
         allowed += ", or the address of a server that scores"
     require(usable, option, name, allowed)
 
@@ -112,7 +103,19 @@ def load_object(option: str, name: str, kind: str = "") -> object:
     if is_held(name):
         return held_object(name, option)
     found = imported(option, object_path(option, name), kind)
-    return found(name) if addon_name(option, name).endswith(":") else found
+    return found(name) if begins_values(addon_name(option, name)) else found
+
+
+def check_scorer(option: str, name: str) -> None:
+    """Refuse a name of nothing that scores, without importing a user's module.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if begins_values(addon_name(option, name)):
+        load_object(option, name)
+    else:
+        check_function(option, object_path(option, name))
 
 
 def made(option: str, name: str, found: Any) -> Any:

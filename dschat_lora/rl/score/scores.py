@@ -21,7 +21,6 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig, check_weights
-from dschat_lora.rl.options.names import is_remote
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import (
@@ -31,7 +30,6 @@ from dschat_lora.rl.score.user_functions import (
     UserFunction,
     find_function,
     named_parameters,
-    one_at_a_time,
     shortened,
     takes_all,
 )
@@ -107,30 +105,8 @@ class RewardFunction(UserFunction):
         """Of its rewards in metrics."""
         if self.own_names:
             return self.own_names
-        if is_remote(self.name):
-            return (self.name.rstrip("/").rpartition("/")[2],)
-        return (self.name.partition("=")[0].rpartition(":")[2],)
-
-    def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
-        """The scores; of a dict, as from verl's and OpenRLHF's functions, the rest is logged."""
-        if self.own_names:
-            return found
-        scores = found.get("score", found.get("rewards")) if isinstance(found, dict) else None
-        if scores is not None:
-            own = ("score", "rewards", "scores", "extra_logs")
-            more = {name: value for name, value in found.items() if name not in own}
-            for name, value in {**more, **(found.get("extra_logs") or {})}.items():
-                value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-                if isinstance(value, int | float):
-                    log.log_metric(name, value)
-                elif isinstance(value, list | tuple | Tensor) and len(value) == len(responses):
-                    log.log_extra(responses, name, list(value))
-                else:
-                    log.log_extra(responses, name, [value] * len(responses))
-            found = scores
-        # OpenRLHF's functions return lists of one.
-        lists = "queries" in named_parameters(self.function) and one_at_a_time(self.function)
-        return found[0] if lists and hasattr(found, "__len__") and len(found) == 1 else found
+        own = getattr(self.function, "reward_name", "")
+        return (own or self.name.partition("=")[0].rpartition(":")[2],)
 
     def entries(self, found: Any, count: int) -> list[Any]:
         """Of a scorer's lists by name, the scores of each response."""
@@ -244,7 +220,7 @@ class RewardFunctions:
     @property
     def logs(self) -> bool:
         """Whether a function may log anything, by its parameters."""
-        loggers = {"log_extra", "log_metric", "solution_str", "queries"}
+        loggers = {"log_extra", "log_metric"}
         functions = [each.function for each in self.functions]
         return any(takes_all(f) or loggers & named_parameters(f).keys() for f in functions)
 
@@ -466,7 +442,8 @@ def load_function(option: str, name: str, tokenizer: Tokenizer, **calls: Any) ->
     Raises:
         ValueError: if there is none, or it takes no responses.
     """
-    found = RewardFunction(option, name, find_function(option, name), tokenizer, **calls)
+    function = find_function(option, name, tokenizer)
+    found = RewardFunction(option, name, function, tokenizer, **calls)
     names = found.names
     if not all(isinstance(each, str) and each for each in names) or len({*names}) < len(names):
         raise ValueError(f"--{option} {name} has the names {names}: give texts that differ")

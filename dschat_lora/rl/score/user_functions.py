@@ -12,16 +12,16 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from dschat_lora.config.addons import load, provided
 from dschat_lora.config.held import is_held
 from dschat_lora.data.media import MediaReader, media_of
 from dschat_lora.data.messages import MEDIA
 from dschat_lora.engine.distributed import gather_texts, raise_together
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.terminal import note
-from dschat_lora.rl.options.names import is_builtin, is_remote, load_object
+from dschat_lora.rl.options.names import load_object
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response, as_messages, messages_after_prompt, prompt_of
-from dschat_lora.rl.score.builtin_rewards import builtin_function
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,10 @@ class UserFunction:
             check(columns)
         parameters, known = named_parameters(self.function), [*OWN, *TRL]
         if is_singular(self.function):
-            known = list(map(_singular, known))
+            known = list(map(singular, known))
         known += ["state"] if is_scorer(self.function) else []
-        known += VERL if "solution_str" in parameters else ()
-        known += OPENRLHF if "queries" in parameters else ()
         needed = [name for name, p in parameters.items() if p.default is p.empty]
-        column = getattr(self.function, "column", None)  # of a built-in one
+        column = getattr(self.function, "column", None)  # that it scores by
         wanted = [name for name in needed if name not in known] if column is None else [column]
         lacking = [name for name in wanted if name not in columns]
         if lacking:
@@ -185,14 +183,14 @@ class UserFunction:
             ValueError: if it returns no list of as many.
         """
         where = f"--{self.option} {self.name}"
-        single = one_at_a_time(self.function)
+        single = is_singular(self.function)
         parts = [[each] for each in responses] if single else [list(responses)]
         done: dict[int, tuple[Any, RewardLog]] = {}
         for tries_left in reversed(range(self.retries + 1)):
             # A call that succeeded is not made again, and what one logs that fails is not kept.
             logs = [RewardLog() for _ in parts]
-            is_own = is_remote(self.name) or is_builtin(self.name)
-            media = None if is_own else media_of(self.tokenizer)
+            sees = getattr(self.function, "sees_media", True)
+            media = media_of(self.tokenizer) if sees else None
             calls = calls_of(
                 self.function, responses, self.tokenizer, state, logs, environments, media
             )
@@ -273,13 +271,12 @@ class UserFunction:
                 errors[number] = error
 
         async def wait_for(number: int, value: Awaitable[Any]) -> None:
-            _, part, log = of[number]
             with errors_of(number):
-                done[number] = self.value_of(await value, part, log), log
+                done[number] = await value, of[number][2]
 
         of, waiting = dict(calls), []
         with same_gradients():
-            for number, (arguments, part, log) in of.items():
+            for number, (arguments, _, log) in of.items():
                 if number not in calls or (errors and not tries_left):
                     break
                 with errors_of(number):
@@ -287,7 +284,7 @@ class UserFunction:
                     if inspect.isawaitable(value):
                         waiting.append(wait_for(number, value))
                     else:
-                        done[number] = self.value_of(value, part, log), log
+                        done[number] = value, log
             if waiting:
                 from dschat_lora.rl.response.coroutines import run_together
 
@@ -299,18 +296,17 @@ class UserFunction:
             raise RuntimeError(f"--{self.option} {self.name} called sys.exit") from first
         raise first
 
-    def value_of(self, found: Any, responses: Sequence[Response], log: RewardLog) -> Any:
-        """What counts of a call's result."""
-        return found
-
 
 def same_gradients() -> torch.set_grad_enabled:
     """A block after which gradients are taken as before, whatever code in it switched off."""
     return torch.set_grad_enabled(torch.is_grad_enabled())
 
 
-def find_function(option: str, name: str) -> Callable[..., Any]:
+def find_function(option: str, name: str, tokenizer: Tokenizer) -> Callable[..., Any]:
     """The function behind ``module:function``; the module is imported, nothing is evaluated.
+
+    One whose arguments an add-on knows (the seam ``reward_form``) comes as the function that the
+    add-on makes of it.
 
     Raises:
         ValueError: if there is no such function, or it takes no responses.
@@ -318,22 +314,18 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
     function = find_object(option, name)
     if isinstance(function, type):  # of scorers
         function = cast(Callable[..., Any], function())
+    for path in () if is_scorer(function) else provided("reward_form").values():
+        function = load(path)(function, tokenizer) or function
     check_takes_responses(option, name, function)
     return function
 
 
 def find_object(option: str, name: str) -> Callable[..., Any]:
-    """What ``module:name``, ``builtin:name``, an address or an object of Python stands for.
+    """What ``module:name``, a name of an add-on or an object of Python stands for.
 
     Raises:
         ValueError: if there is nothing of that name that can be called.
     """
-    if is_builtin(name):
-        return builtin_function(name)
-    if is_remote(name):
-        from dschat_lora.rl.score.external_rewards import RemoteReward
-
-        return RemoteReward(name)
     with same_gradients():
         found: Any = load_object(option, name, "function")
     if not (is_held(name) or callable(found) or hasattr(found, "play")):
@@ -367,16 +359,9 @@ PLURAL = ("prompts", "responses", "completions", "environments", "rows")
 
 
 # Any of these parameters says that a function scores one response at a time.
-_OF_ONE = {"response", "completion", "solution_str"}
+_OF_ONE = {"response", "completion"}
 # One of these is what a function needs to see responses.
-_SEES_RESPONSES = {*_OF_ONE, "responses", "completions", "messages", "queries"}
-
-
-# Functions of verl get what these columns hold, or None.
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
-OPENRLHF = ("queries", "prompts", "labels")
+_SEES_RESPONSES = {*_OF_ONE, "responses", "completions", "messages"}
 
 
 # Columns that are other arguments' matter, as in TRL.
@@ -411,13 +396,8 @@ def is_singular(function: Callable[..., object]) -> bool:
     return bool(_OF_ONE & named_parameters(function).keys())
 
 
-def one_at_a_time(function: Callable[..., object]) -> bool:
-    """Whether a call scores one response; OpenRLHF's get lists of one, as from OpenRLHF itself."""
-    takes_lists = getattr(function, "takes_lists", False)  # a server, which OpenRLHF asks at once
-    return is_singular(function) or ("queries" in named_parameters(function) and not takes_lists)
-
-
-def _singular(name: str) -> str:
+def singular(name: str) -> str:
+    """The name of an argument where a function takes one response at a time."""
     return name.removesuffix("s") if name in PLURAL else name
 
 
@@ -464,27 +444,11 @@ def calls_of(
     }
     if environments is not None:
         offered["environments"] = list(environments)
-    if "solution_str" in names:  # one of verl's
-        offered |= {
-            "solution_str": texts,
-            "data_source": [row.get("data_source") for row in rows],
-            "ground_truth": list(map(_ground_truth, rows)),
-            "extra_info": [row.get("extra_info") for row in rows],
-        }
-    if "queries" in names:  # one of OpenRLHF's
-        offered |= {
-            "queries": [each.prompt + tokenizer.decode(each.token_ids) for each in read],
-            "prompts": [each.prompt for each in read],
-            "labels": [row.get("label", row.get("answer", "")) for row in rows],
-        }
-    places = range(len(responses))
+    calls, parts = [offered], [list(responses)]
     if is_singular(function):
-        calls = [{_singular(name): v[i] for name, v in offered.items()} for i in places]
-    elif one_at_a_time(function):
-        calls = [{name: v[i : i + 1] for name, v in offered.items()} for i in places]
-    else:
-        calls = [offered]
-    parts = [[each] for each in responses] if one_at_a_time(function) else [list(responses)]
+        places = range(len(responses))
+        calls = [{singular(name): v[i] for name, v in offered.items()} for i in places]
+        parts = [[each] for each in responses]
     logs = logs or [RewardLog() for _ in calls]
     known = state or TrainerState()
     of_run = {"trainer_state": known} | ({"state": known} if is_scorer(function) else {})
@@ -494,12 +458,6 @@ def calls_of(
     if takes_all(function):
         return calls
     return [{name: v for name, v in call.items() if name in names} for call in calls]
-
-
-def _ground_truth(row: dict[str, Any]) -> Any:
-    """Where verl's data has it, or in a column of that name."""
-    by_rule = row.get("reward_model")
-    return by_rule.get("ground_truth") if isinstance(by_rule, dict) else row.get("ground_truth")
 
 
 class RewardError(UserFunctionError):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dschat_lora import __main__ as command
-from dschat_lora.checkpoint.extract import extract
+from dschat_lora.addons.loralib.extract import extract
 from helpers.glue_toys import save_encoder
 
 SCALING = 16 / 8

@@ -16,7 +16,7 @@ from dschat_lora.addons.glue.model import (
     start_from,
     trained_tensors,
 )
-from dschat_lora.checkpoint.extract import empty_classifier
+from dschat_lora.addons.loralib.extract import empty_classifier
 from dschat_lora.config.options import parse_config
 
 IDS = torch.tensor([[0, 7, 9, 11, 2], [0, 8, 10, 2, 1]])

@@ -9,8 +9,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dschat_lora.addons.loralib.lora_only import read_lora_only
 from dschat_lora.addons.nlg.evaluate import chosen_metrics
-from dschat_lora.checkpoint.lora_only import read_lora_only
 from helpers.launcher import ROOT
 from helpers.restaurants import save_base, write_data
 from helpers.step1 import metrics

@@ -1,9 +1,14 @@
 """On a fake card: the first hour, whose values are made up, and plans beside what is taken."""
 
+from dataclasses import replace
+
 import pytest
 
+from benchmarks.common.shapes import SHAPES
+from benchmarks.scaling import adapted
 from dschat_lora.addons.pipeline.placeholders import write_config
 from dschat_lora.addons.planning.cards import Card
+from dschat_lora.addons.planning.launches import count_launches
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.addons.planning.published import PUBLISHED, published_name
 from fakecuda.test_training import LAYERS, ROWS, train
@@ -64,3 +69,29 @@ def test_a_plan_expects_the_peak_and_says_that_no_smaller_card_is_enough(
         plan = plan_stage("sft", options, home, card=card)
     assert 0.9 < plan.plan.memory.peak / found["peak"] < 1.1
     assert not plan.fits
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("shape", "norms"),
+    [("opt-1.3b", 0), ("llama-3-8b", 2), ("qwen3-4b", 4)] if ALL else [("qwen3-4b", 4)],
+)
+def test_a_block_launches_as_many_kernels_as_are_counted_by_rule(fake_device, shape, norms):
+    """Of RMSNorms, which a fake GPU computes by parts: 19 more in training, 7 in decoding."""
+
+    def block(launches):
+        one, two = map(launches, (1, 2))
+        return two - one
+
+    def rule(layers):
+        return count_launches(adapted(replace(SHAPES[shape], num_layers=layers, lora_dim=16)))
+
+    def steps(layers):
+        found = fake_device.run(
+            "fakecuda.programs:decode", shape=shape, layers=layers, length=64, new_tokens=8
+        )
+        return found[0]["graph_operations"][0]
+
+    found = block(lambda n: train(fake_device, shape, layers=n, rows=2, length=128)["launches"])
+    assert found == block(lambda n: rule(n).training) + 19 * norms
+    assert block(steps) == block(lambda n: rule(n).decoding) + 7 * norms

@@ -1,0 +1,362 @@
+"""Engines that draw responses: what each of them promises, shown of all of them alike."""
+
+import math
+import shlex
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dschat_lora.rl.draw.server_engine import server_engine
+from dschat_lora.rl.draw.transformers_engine import transformers_engine
+from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
+
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.options import parse_config
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.engine.rendezvous import usable_port
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling, keep_top
+from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
+from dschat_lora.models.source import find_model
+from dschat_lora.rl.draw import generator as rollout
+from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
+from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
+from dschat_lora.rl.draw.own_engine import OwnEngine, decoded_turns
+from dschat_lora.rl.draw.player import Draw
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.response.response import unanswered
+from helpers.fake_vllm import command_of
+from helpers.served import QUESTIONS, served
+from helpers.spread import ALL
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+ENGINES = ("own", "servers", *["transformers", "vllm"] * ALL)
+SAMPLING = Sampling(12)
+
+
+def changed(model, seed):
+    """Put random values into the second factors of adapters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.02, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def actor():
+    source, options = find_model(None), ModelConfig()
+    tokenizer = load_tokenizer(source.tokenizer, options)
+    found = build_causal_lm(
+        source,
+        tokenizer,
+        options,
+        LoraConfig(lora_dim=4),
+        dtype=torch.float32,
+        seed=0,
+        meta=False,
+    )
+    changed(found.model.eval(), 1)
+    ends = [*end_ids(tokenizer), tokenizer.encode(".", add_special_tokens=False)[0]]
+    prompts = [tokenizer(f"\n\nHuman: {text}\n\nAssistant:")["input_ids"] for text in QUESTIONS]
+    return SimpleNamespace(
+        adapted=found, model=found.model, tokenizer=tokenizer, ends=ends, prompts=prompts
+    )
+
+
+def server(mode="processed_logprobs"):
+    return served("base", allow_runtime_lora_updating=True, logprobs_mode=mode)
+
+
+@pytest.fixture(scope="module")
+def addresses():
+    with server() as first, server() as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="module")
+def vllm(addresses, tmp_path_factory):
+    """The address of a child process that one of the servers stands behind."""
+    address = f"http://127.0.0.1:{(port := usable_port(None))}"
+    log = tmp_path_factory.mktemp("run") / "vllm" / "0.log"
+    child = CompletionServer(address, 60.0, log=log)
+    command = [*shlex.split(command_of(addresses[0])), "--port", str(port)]
+    process = ServerProcess(child, command, serve_environment(None, sleeps=False))
+    process.wait(20.0)
+    yield address
+    process.close()
+
+
+def site_of(actor, *argv, **options):
+    """What engines are made of, of a run with this command line."""
+    config = parse_config(RlhfConfig, ["--per_device_generation_batch_size", "8", *argv])
+    model = share_parameters(actor.model).eval()
+    found = {
+        "config": config,
+        "run": SimpleNamespace(closing=ExitStack(), log=SimpleNamespace(say=lambda words: None)),
+        "base": find_model(None).base,
+        "actor": actor.adapted,
+        "trained": SimpleNamespace(device=torch.device("cpu"), zero_stage=0),
+        "rollout": model,
+        "sharded": model,
+        "ends": frozenset(actor.ends),
+        "pad_id": int(actor.tokenizer.pad_token_id),
+        "plan": None,
+        "unpacked": None,
+    }
+    return EngineSite(**(found | options))
+
+
+def engine_of(addresses, actor, **options):
+    return server_engine(site_of(actor), [CompletionServer(a, 60.0) for a in addresses], **options)
+
+
+@pytest.fixture(params=ENGINES)
+def decoding(request, actor):
+    """A function that gives a context with the engine's decoder."""
+    if request.param == "own":
+        engine = OwnEngine(site_of(actor))
+    elif request.param == "transformers":
+        engine = transformers_engine(site_of(actor))
+    elif request.param == "servers":
+        engine = engine_of(request.getfixturevalue("addresses"), actor)
+    else:
+        engine = engine_of([request.getfixturevalue("vllm")], actor)
+    yield lambda: decoder_of(engine)
+    closed(engine)
+
+
+def tokens_of(turns):
+    return [each.tokens for each in turns]
+
+
+@contextmanager
+def decoder_of(engine):
+    with engine.decoding() as (begin, _):
+        yield lambda *args, **options: begin(*args, **options)()
+
+
+def closed(engine):
+    if isinstance(engine, EngineDecoder) and hasattr(engine.engine, "close"):
+        engine.engine.close()
+
+
+def expected_logprobs(actor, prompt, tokens, sampling):
+    """Log-probabilities of a response by a pass of the plain model over all of it."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        logits = actor.model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    table = keep_top(logits / sampling.temperature, sampling).log_softmax(-1)
+    return table.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("cut", [{"temperature": 1.5, "top_p": 0.8, "top_k": 20}, *[{}] * ALL])
+def test_tokens_come_with_the_log_probabilities_that_they_were_drawn_with(decoding, actor, cut):
+    sampling = Sampling(12, **cut, policy_temperature=1.0)
+    for seed in (1, 2):  # of an adapter that changes
+        changed(actor.model, seed)
+        with decoding() as decode:
+            seeds = [[10 * n + k for k in range(4)] for n in range(len(actor.prompts))]
+            found = decode(actor.prompts, sampling, seeds=seeds, keep_logprobs=True)
+            tokens, own = tokens_of(found), [each.logprobs for each in found]
+            drawn = [each.sampler_logprobs for each in found]
+        assert not any(each.undrawn for each in found)
+        assert len(tokens) == 12
+        for row, response in enumerate(tokens):
+            prompt = actor.prompts[row // 4]
+            expected = expected_logprobs(actor, prompt, response, sampling)
+            assert drawn[row] == pytest.approx(expected, abs=1e-4)
+            whole = expected_logprobs(actor, prompt, response, SAMPLING)
+            known = not any(map(math.isnan, own[row]))
+            assert known or cut  # other engines know those of the policy where it is drawn from
+            assert len(own[row]) == len(response)
+            assert own[row] == pytest.approx(whole, abs=1e-4) or not known
+        # Up to and including the first end, or the limit.
+        ends = [[token in actor.ends for token in response] for response in tokens]
+        assert not any(any(each[:-1]) for each in ends)
+        assert all(each[-1] or len(each) == 12 for each in ends)
+        assert any(each[-1] for each in ends)
+    changed(actor.model, 1)
+
+
+def test_seeds_repeat_responses_and_limits_cut_them(decoding, actor):
+    seeds = [[1, 2], [3, 4], [5, 6]]
+    with decoding() as decode:
+        first = tokens_of(decode(actor.prompts, SAMPLING, seeds=seeds))
+        again = tokens_of(decode(actor.prompts, SAMPLING, seeds=seeds))
+        other = tokens_of(decode(actor.prompts, SAMPLING, seeds=[[7, 8], [9, 10], [11, 12]]))
+        cut = tokens_of(decode(actor.prompts, SAMPLING, seeds=seeds, limits=[2, 5, 99]))
+    assert first == again
+    assert first != other
+    assert first[0] != first[1]
+    assert [max(map(len, cut[n : n + 2])) for n in (0, 2)] == [2, 5]
+    assert max(map(len, cut[4:])) <= 12
+
+
+def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
+    with decoding() as decode:
+        found = tokens_of(
+            decode(actor.prompts, Sampling(9, do_sample=False), seeds=[[0], [0], [0]])
+        )
+    for prompt, response in zip(actor.prompts, found, strict=True):
+        expected = []
+        while not expected or (len(expected) < 9 and expected[-1] not in actor.ends):
+            with torch.no_grad():
+                logits = actor.model(torch.tensor([[*prompt, *expected]])).logits
+            expected.append(int(logits[0, -1].argmax()))
+        assert response == expected
+
+
+def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
+    prompt, count = actor.prompts[2], 300
+    with decoding() as decode:
+        found = tokens_of(decode([prompt], Sampling(1), seeds=[list(range(count))]))
+    with torch.no_grad():
+        chances = actor.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    drawn = torch.bincount(torch.tensor(found)[:, 0], minlength=len(chances)) / count
+    errors = (chances * (1 - chances) / count).sqrt() + 1e-3
+    assert chances.max() < 0.95
+    assert ((drawn - chances).abs() / errors).max() < 4
+
+
+def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_others(actor):
+    with server("raw_logprobs") as address:
+        engine = engine_of([address], actor)
+        with decoder_of(engine) as decode:
+            call = {"seeds": [[1]], "keep_logprobs": True}
+            (plain,) = decode(actor.prompts[:1], SAMPLING, **call)
+            expected = expected_logprobs(actor, actor.prompts[0], plain.tokens, SAMPLING)
+            assert plain.logprobs == pytest.approx(expected, abs=1e-4)
+            with pytest.raises(RolloutError) as error:
+                decode(actor.prompts[:1], Sampling(4, top_p=0.9), **call)
+            assert "--logprobs_mode processed_logprobs" in str(error.value.__cause__)
+        closed(engine)
+
+
+def test_servers_that_sleep_are_awake_for_an_adapter_and_what_it_draws(
+    actor, addresses, monkeypatch
+):
+    calls, load, begin = [], CompletionPool.load, CompletionPool.begin
+    monkeypatch.setattr(CompletionPool, "set_awake", lambda self, awake: calls.append(awake))
+
+    def loading(self, adapters):
+        calls.append("load")
+        load(self, adapters)
+
+    def beginning(self, *args, **options):
+        calls.append("begin")
+        return begin(self, *args, **options)
+
+    monkeypatch.setattr(CompletionPool, "load", loading)
+    monkeypatch.setattr(CompletionPool, "begin", beginning)
+    for sleeps, expected in ((True, [True, "load", "begin", False]), (False, ["load", "begin"])):
+        engine = engine_of(addresses, actor, sleeps=sleeps)
+        calls.clear()
+        with decoder_of(engine) as decode:
+            decode(actor.prompts[:1], Sampling(1), seeds=[[1]])
+        assert calls == expected
+        closed(engine)
+
+
+def test_responses_are_the_same_when_a_server_is_gone(actor, addresses):
+    call = {"seeds": [[1], [2], [3]]}
+    with server() as lost:
+        engine = engine_of([addresses[0], lost], actor)
+        with decoder_of(engine) as decode:
+            first = tokens_of(decode(actor.prompts, SAMPLING, **call))
+    with decoder_of(engine) as decode:
+        assert tokens_of(decode(actor.prompts, SAMPLING, **call)) == first
+    closed(engine)
+
+
+def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(actor):
+    options = {"eos_ids": actor.ends, "pad_id": int(actor.tokenizer.pad_token_id)}
+    model = share_parameters(actor.model).eval()
+    decode = Decoder(model, device=torch.device("cpu"), **options)
+    prompts = [prompt for prompt in actor.prompts for _ in range(3)]
+    seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
+    whole = decode(prompts, SAMPLING, seeds=seeds).tokens()
+    longest = [max(len(r) for r in whole[2 * n : 2 * n + 2]) for n in range(len(prompts))]
+    assert len(set(longest)) > 2
+    for needed in range(1, len(prompts) + 1):
+
+        def drawn(ids, **options):
+            found = decode(ids, SAMPLING, **{**options, "seeds": seeds})
+            return lambda: decoded_turns(found, keep_logprobs=False)
+
+        draw = Draw(
+            drawn,
+            ("x",),
+            2,
+            12,
+            keep_logprobs=False,
+            is_end=actor.ends.__contains__,
+            find_end=lambda tokens: None,
+            needed=needed,
+        )
+        samples = [PromptSample(torch.tensor(ids), b"") for ids in prompts]
+        tasks = [unanswered(n, each, 2 * n + k) for n, each in enumerate(samples) for k in range(2)]
+        kept = draw(tasks)
+        # By counting, not by sorting: fewer than so many others are shorter, or as long and before.
+        expected = [
+            n
+            for n, own in enumerate(longest)
+            if sum(a < own or (a == own and m < n) for m, a in enumerate(longest)) < needed
+        ]
+        assert [each.group for each in kept] == [n for n in expected for _ in range(2)]
+        own = [whole[2 * n + k] for n in expected for k in range(2)]
+        assert [list(each.tokens) for each in kept] == own
+    assert decode(prompts, SAMPLING, seeds=seeds).cut == [False] * len(whole)
+
+
+def test_prompts_at_the_end_of_the_queue_are_given_up_no_sooner_than_others(actor):
+    """Of each batch its share, as the docs say: else the shortest prompts would never be learnt."""
+    prompts = [PromptSample(torch.arange(3, 5 + n), b"") for n in range(8)]
+    own = OwnEngine(site_of(actor, "--per_device_generation_batch_size", "4", ends=frozenset()))
+    generate = rollout.Generator(own, eos_ids=(), batch_size=4)
+    found = generate(prompts, Sampling(2), num_generations=1, key=("x",), needed=4)
+    # Two batches, the longest prompts first; of responses that are as long the first ones are kept.
+    assert [len(each.prompt) for each in found] == [4, 5, 8, 9]
+
+
+def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
+    prompts = [prompt for prompt in actor.prompts for _ in range(3)]
+    seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
+    engine = engine_of(addresses, actor)
+    with decoder_of(engine) as decode:
+        whole = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
+        found = tokens_of(decode(prompts, SAMPLING, seeds=seeds, needed=5))
+        again = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
+    closed(engine)
+    groups = [[*map(bool, found[2 * n : 2 * n + 2])] for n in range(len(prompts))]
+    assert groups.count([True, True]) == 5
+    assert groups.count([False, False]) == 4
+    assert all(own in ([], expected) for own, expected in zip(found, whole, strict=True))
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    ("world", "needed", "prompts", "batch", "expected"),
+    [
+        (1, 16, 20, 4, [[3, 3, 3, 3, 4]]),
+        (1, 16, 20, 20, [[16]]),
+        (2, 5, 7, 2, [[1, 2], [1, 1]]),  # 4 and 3 are begun, 3 and 2 needed
+        (1, 4, 4, 3, [[3, 1]]),
+        (2, 1, 2, 1, [[1], [0]]),
+    ],
+)
+def test_each_batch_of_each_rank_keeps_its_share(
+    monkeypatch, world, needed, prompts, batch, expected
+):
+    found = []
+    for rank in range(world):
+        monkeypatch.setattr(rollout, "data_rank", lambda: rank)  # noqa: B023
+        monkeypatch.setattr(rollout, "data_world_size", lambda: world)
+        mine = list(range(prompts))[rank::world]
+        batches = [mine[n : n + batch] for n in range(0, len(mine), batch)]
+        found.append([rollout._share_of(needed, each, mine) for each in batches])
+    assert found == expected
+    assert sum(map(sum, found)) == needed

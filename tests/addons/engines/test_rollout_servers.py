@@ -1,0 +1,622 @@
+"""Servers that die, hang, answer nonsense or forget: prompts go to others, nothing is lost."""
+
+import json
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
+
+import pytest
+
+from dschat_lora.rl.draw import completions
+from dschat_lora.rl.draw.completions import (
+    CompletionPool,
+    CompletionServer,
+    EngineError,
+    ServerAnswer,
+    ServerError,
+    _Work,
+)
+
+END, LIMIT = 2, 4
+
+
+def answer_to(body):
+    """What every server that is well answers: tokens that tell the prompt."""
+    tokens = [body["prompt"][0] + 10, END]
+    return {
+        "model": body["model"],
+        "choices": [
+            {
+                "token_ids": tokens,
+                "finish_reason": "stop",
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+            }
+        ],
+    }
+
+
+class Fake:
+    """A server; ``fault`` gets a handler and a request, and says whether it has dealt with it."""
+
+    def __init__(self, fault=lambda handler, body, number: False, adapters=True):
+        self.loaded, self.asked, self.lock = [], 0, threading.Lock()
+        self.keys = set()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def reply(self, content, status=200):
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self):
+                self.reply({"data": [{"id": "base", "max_model_len": 64}, {"id": "other"}]})
+
+            def do_POST(self):
+                fake.keys.add(self.headers["Authorization"])
+                size = int(self.headers["Content-Length"])
+                body = json.loads(self.rfile.read(size))
+                if self.path == "/v1/load_lora_adapter":
+                    if not adapters:
+                        return self.reply({"detail": "Not Found"}, 404)
+                    if body["lora_name"] in fake.loaded:
+                        return self.reply({"message": "has already been loaded"}, 400)
+                    fake.loaded.append(body["lora_name"])
+                    return self.reply(b"Success")
+                if self.path == "/v1/unload_lora_adapter":
+                    fake.loaded.remove(body["lora_name"])
+                    return self.reply(b"Success")
+                with fake.lock:
+                    fake.asked += 1
+                    number = fake.asked
+                if not fault(self, body, number):
+                    self.reply(answer_to(body))
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+
+    @contextmanager
+    def running(self):
+        thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.server.shutdown()
+            self.server.server_close()
+            thread.join()
+
+
+class FakeSGLang(Fake):
+    """A server that speaks as SGLang's documentation has it, and knows nothing of vLLM's paths."""
+
+    def __init__(self, fault=lambda handler, body, number: False):
+        super().__init__(fault)
+        fake, handler = self, self.server.RequestHandlerClass
+        self.bodies = []
+
+        def do_get(self):
+            cards = [{"id": "base", "owned_by": "sglang", "max_model_len": 64}]
+            self.reply({"object": "list", "data": cards} if self.path == "/v1/models" else {})
+
+        def do_post(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path in ("/load_lora_adapter", "/unload_lora_adapter"):
+                unloads, name = "unload" in self.path, body["lora_name"]
+                with fake.lock:
+                    if (name in fake.loaded) != unloads:
+                        words = f"LoRA adapter {name} already exists, or does not"
+                        return self.reply({"success": False, "error_message": words}, 400)
+                    (fake.loaded.remove if unloads else fake.loaded.append)(name)
+                return self.reply({"success": True, "loaded_adapters": fake.loaded})
+            if self.path != "/generate":
+                return self.reply({"detail": "Not Found"}, 404)
+            with fake.lock:
+                fake.asked += 1
+                number = fake.asked
+                fake.bodies.append(body)
+            if fault(self, body, number):
+                return None
+            if body["lora_path"] not in fake.loaded:
+                words = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
+                return self.reply({"error": {"message": words}}, 400)
+            found = [[-0.5, body["input_ids"][0] + 10, None], [-0.25, END, None]]
+            meta = {
+                "finish_reason": {"type": "stop", "matched": END},
+                "output_token_logprobs": found,
+            }
+            return self.reply(
+                {"text": "", "output_ids": [n for _, n, _ in found], "meta_info": meta}
+            )
+
+        handler.do_GET, handler.do_POST = do_get, do_post
+
+
+BODIES = [{"model": "adapter", "prompt": [n], "max_tokens": LIMIT, "seed": n} for n in range(20)]
+
+
+@contextmanager
+def servers(*fakes, timeout=5.0, patience=0.3):
+    """The servers, with an adapter loaded, and what they said."""
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(fake.running()).address for fake in fakes]
+        said = []
+        found = CompletionPool(
+            [CompletionServer(address, timeout) for address in addresses],
+            in_flight=3,
+            say=said.append,
+            ends=frozenset([END]),
+            vocabulary_size=64,
+        )
+        stack.enter_context(mock.patch.object(completions, "PATIENCE", patience))
+        found.load({"adapter": "/somewhere"})
+        yield found, said
+
+
+def check(answers):
+    """All prompts have their own answers, in their order."""
+    assert [each.tokens for each in answers] == [[n + 10, END] for n in range(len(BODIES))]
+    assert all(each.stopped and each.logprobs == [-0.5, -0.25] for each in answers)
+
+
+def with_reply(**changes):
+    """A fault: every answer has other fields, of the reply or its choice."""
+
+    def fault(handler, body, number):
+        reply = answer_to(body)
+        for name, value in changes.items():
+            place = reply if name == "model" else reply["choices"][0]
+            place[name] = value
+        handler.reply(reply)
+        return True
+
+    return fault
+
+
+def hang(handler, body, number):
+    time.sleep(1.0)
+    return False
+
+
+def drop(handler, body, number):
+    handler.close_connection = True
+    handler.connection.close()
+    return True
+
+
+def replying(content, status=200):
+    def fault(handler, body, number):
+        handler.reply(content, status)
+        return True
+
+    return fault
+
+
+def garbage(handler, body, number):
+    """Replies that Python cannot parse or convert at first, and good ones then."""
+    if number == 1:
+        return replying(b"[" * 200_000)(handler, body, number)
+    huge = {"token_logprobs": [-(10**400), -1.0]}
+    return number == 2 and with_reply(logprobs=huge)(handler, body, number)
+
+
+def trickle(handler, body, number):
+    """A reply that goes on for ever, byte by byte."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    with suppress(OSError):
+        for _ in range(60):
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+    return drop(handler, body, number)
+
+
+def cut_short(handler, body, number):
+    """A refusal whose connection ends before the reason."""
+    handler.send_response(400)
+    handler.send_header("Content-Length", "9")
+    handler.end_headers()
+    return drop(handler, body, number)
+
+
+NAN = {"token_logprobs": [float("nan"), -1.0]}
+FAULTS = {
+    "closes the connection": (drop, ""),
+    "hangs": (hang, "no answer came within 0.2 seconds"),
+    "trickles": (trickle, "no answer came within 0.2 seconds"),
+    "nested too deeply": (replying(b"[" * 200_000), "maximum recursion depth"),
+    "no JSON": (replying(b"<html>"), "no choices with token_ids"),
+    "no choices": (replying({"choices": []}), "no choices with token_ids"),
+    "cut short": (cut_short, "9 more expected"),
+    "an error": (replying({"error": "full"}, 500), "it answers 500"),
+    "no token ids": (with_reply(token_ids=None), "its tokens are not up to 4"),
+    "another adapter": (with_reply(model="old"), "the adapter 'old' where 'adapter' was asked"),
+    "tokens beyond": (with_reply(token_ids=[99, END]), "of the actor's 64"),
+    "too many": (with_reply(token_ids=[5] * 5), "its tokens are not up to 4"),
+    "no numbers": (with_reply(logprobs=NAN), "each with a log-probability"),
+    "no end": (with_reply(token_ids=[5, 6]), "ended a response for 'stop' after 2 tokens, at 6"),
+    "cut": (with_reply(finish_reason="length"), "for 'length' after 2 tokens, at 2"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
+    fault, words = FAULTS[name]
+    timeout = 0.2 if name in ("hangs", "trickles") else 5.0
+
+    def slow(handler, body, number):  # so that the other one is asked often enough
+        time.sleep(0.05)
+        return False
+
+    good, bad = Fake(slow), Fake(fault)
+    with servers(good, bad, timeout=timeout, patience=0.0) as (found, said):
+        check(found.begin(BODIES)())
+        assert bad.asked > 0
+        lines = [line for line in said if line.startswith(f"{bad.address} is lost: ")]
+        assert len(lines) == len(said) == 1
+        assert words in lines[0]
+        asked = bad.asked
+        check(found.begin(BODIES)())  # and is not asked again
+        assert bad.asked == asked
+
+
+def test_single_failures_are_tried_again():
+    def often(handler, body, number):
+        return number % 3 == 0 and (drop if number % 2 else replying(b"{"))(handler, body, number)
+
+    with servers(Fake(often)) as (found, said):
+        check(found.begin(BODIES)())
+        assert said == []
+
+
+def test_replies_that_python_cannot_read_are_failures_like_others():
+    with servers(Fake(garbage)) as (found, said):
+        check(found.begin(BODIES)())
+        assert said == []
+
+
+def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
+    read, calls = completions.read_answer, iter([MemoryError(), KeyError("x")])
+
+    def fail_twice(*args):
+        for error in calls:
+            raise error
+        return read(*args)
+
+    with servers(Fake()) as (found, said):
+        with mock.patch.object(completions, "read_answer", fail_twice):
+            check(found.begin(BODIES)())
+        assert said == []
+
+
+def test_the_key_is_that_for_rollouts_alone(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of another service")
+    with servers(fake := Fake()) as (found, _):
+        check(found.begin(BODIES)())
+        assert fake.keys == {None}
+        monkeypatch.setenv("ROLLOUT_API_KEY", "secret")
+        check(found.begin(BODIES)())
+        assert fake.keys == {None, "Bearer secret"}
+
+
+def test_two_failures_are_too_few_to_give_a_server_up():
+    def at_first(handler, body, number):
+        return number <= 2 and drop(handler, body, number)
+
+    with servers(Fake(at_first), patience=0.0) as (found, said):
+        check(found.begin(BODIES)())
+        assert said == []
+
+
+def test_where_no_server_is_left_the_error_names_each_and_why():
+    fakes = Fake(drop), Fake(replying({"error": "full"}, 500))
+    with servers(*fakes, patience=0.0) as (found, said):
+        with pytest.raises(EngineError, match="no server is left") as error:
+            found.begin(BODIES)()
+        assert all(fake.address in str(error.value) for fake in fakes)
+        assert "500" in str(error.value)
+        assert len(said) == 2
+
+
+def test_a_request_that_is_refused_ends_all_at_once():
+    refusal = replying({"error": {"message": "the prompt is too long"}}, 400)
+    words = "refuses what is asked, 400: .*too long"
+    with servers(Fake(), Fake(refusal)) as (found, _), pytest.raises(EngineError, match=words):
+        found.begin(BODIES)()
+
+
+def test_the_reason_of_a_refusal_is_that_of_the_first(monkeypatch):
+    """Not of those that the end of the first cuts short; here they come, without a reason."""
+    first = threading.Event()
+
+    def refuse(handler, body, number):
+        if number > 1:
+            first.wait()
+        return replying({"error": "too long"} if number == 1 else b"", 400)(handler, body, number)
+
+    monkeypatch.setattr(_Work, "end", lambda work: first.set())
+    with servers(Fake(refuse)) as (found, _), pytest.raises(EngineError, match="400: .*too long"):
+        found.begin(BODIES)()
+
+
+def test_a_server_that_does_not_take_the_key_any_more_is_lost_at_once():
+    def strict(handler, body, number):
+        return number > 3 and replying({"error": "who are you?"}, 401)(handler, body, number)
+
+    with servers(Fake(), strange := Fake(strict)) as (found, said):
+        check(found.begin(BODIES)())
+        assert found.lost.keys() == {strange.address}
+        assert "refuses the key of ROLLOUT_API_KEY, 401" in said[0]
+        assert strange.asked < 10
+
+
+def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
+    def slow_for_one(handler, body, number):
+        if body["prompt"][0] in (2, 3):  # of one group
+            time.sleep(1.5)
+        return False
+
+    with servers(fake := Fake(slow_for_one)) as (found, said):
+        start = time.monotonic()
+        wait = found.begin(BODIES, group_size=2, needed=9)
+        answers = wait()
+        assert time.monotonic() - start < 1.2
+        assert [n for n, answer in enumerate(answers) if answer is None] == [2, 3]
+        assert said == []
+        assert fake.asked <= len(BODIES)
+        check(found.begin(BODIES)())
+
+
+def test_answers_beyond_those_that_are_needed_are_given_up_too():
+    work = _Work([None] * 6, group_size=2, needed=2)
+    for number in (4, 5, 0, 2, 3, 1):  # the last group came while the second one ended
+        with work.changed:
+            work.give(number, ServerAnswer([number], [-1.0], True))
+    assert [n for n, answer in enumerate(work.whole()) if answer is not None] == [2, 3, 4, 5]
+
+
+def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
+    def slow(handler, body, number):
+        time.sleep(0.1)
+        return False
+
+    with servers(fake := Fake(slow)) as (found, said):
+        wait = found.begin(BODIES)
+        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        check(found.begin([{**body, "model": "next"} for body in BODIES])())
+        check(wait())
+        assert sorted(fake.loaded) == ["adapter", "next"]
+        found.load({"next": "/elsewhere"})
+        assert fake.loaded == ["next"]
+        assert said == []
+
+
+def test_what_a_lost_server_left_is_drawn_when_it_is_back():
+    state = {"down": True}
+
+    def down(handler, body, number):
+        return state["down"] and drop(handler, body, number)
+
+    with servers(fake := Fake(down), patience=0.0) as (found, said):
+        wait = found.begin(BODIES)
+        while not found.lost:
+            time.sleep(0.01)
+        state["down"] = False
+        fake.loaded.clear()
+        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        assert sorted(fake.loaded) == ["adapter", "next"]
+        check(wait())
+        assert [line.split(" is ")[1][:4] for line in said] == ["lost", "back"]
+
+
+def test_closing_ends_what_is_being_drawn_without_a_word():
+    def hang_long(handler, body, number):
+        time.sleep(1.5)
+        return False
+
+    with servers(fake := Fake(hang_long), patience=0.0) as (found, said):
+        found.begin(BODIES)
+        while fake.asked < 3:
+            time.sleep(0.01)
+        start = time.monotonic()
+        found.close()
+        for thread in threading.enumerate():
+            if thread.name.endswith("(_ask_all)"):
+                thread.join()
+        assert time.monotonic() - start < 1.2
+        assert said == []
+
+
+def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
+    fake = FakeSGLang()
+    options = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop_token_ids": [END]}
+    options |= {"repetition_penalty": 1.0, "ignore_eos": True, "logprobs": 0}
+    with servers(fake) as (found, said):
+        check(found.begin([{**body, **options} for body in BODIES])())
+        assert sorted(body["input_ids"][0] for body in fake.bodies) == list(range(20))
+        body = next(body for body in fake.bodies if body["input_ids"] == [7])
+        assert body.pop("sampling_params") == {
+            "max_new_tokens": LIMIT,
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [END],
+            "sampling_seed": 7,
+        }
+        expected = {"input_ids": [7], "lora_path": "adapter", "return_logprob": True}
+        assert body == expected
+        fake.loaded.clear()  # started again
+        check(found.begin(BODIES)())
+        found.load({"next": "/elsewhere"})
+        assert fake.loaded == ["next"]
+        assert said == []
+
+
+def test_ranks_that_load_no_adapters_know_sglang_too():
+    with servers(fake := FakeSGLang(), patience=0.0) as (first, said):
+        other = replace(
+            first, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
+        )
+        other.adopt(first.adapters, {})
+        check(other.begin(BODIES)())
+        assert said == []
+
+
+def test_vllm_and_sglang_share_prompts_and_nonsense_of_one_loses_it():
+    with servers(good := Fake(), bad := FakeSGLang(replying({"meta_info": {}})), patience=0.0) as (
+        found,
+        said,
+    ):
+        check(found.begin(BODIES)())
+        assert found.lost.keys() == {bad.address}
+        assert "no output_token_logprobs and finish_reason, as SGLang's have" in said[0]
+        assert good.asked >= len(BODIES) - bad.asked
+
+
+def test_a_full_server_is_waited_for():
+    def full(handler, body, number):
+        return number < 9 and replying({"error": "queue"}, 429)(handler, body, number)
+
+    with servers(Fake(full), patience=0.0) as (found, said):
+        check(found.begin(BODIES)())
+        assert said == []
+
+
+def test_a_server_that_was_started_again_gets_the_adapter_again():
+    def forgetful(handler, body, number):
+        if number == 5:
+            fake.loaded.clear()
+        unknown = body["model"] not in fake.loaded
+        return unknown and replying({"message": "no such model"}, 404)(handler, body, number)
+
+    fake = Fake(forgetful)
+    with servers(fake) as (found, said):
+        check(found.begin(BODIES)())
+        assert fake.loaded == ["adapter"]
+        assert said == []
+
+
+def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next():
+    state = {"down": True}
+
+    def down(handler, body, number):
+        return state["down"] and drop(handler, body, number)
+
+    def slow(handler, body, number):
+        time.sleep(0.05)
+        return False
+
+    good, bad = Fake(slow), Fake(down)
+    with servers(good, bad, patience=0.0) as (found, said):
+        check(found.begin(BODIES)())
+        assert found.lost.keys() == {bad.address}
+        state["down"] = False
+        found.load({"next": "/elsewhere"})
+        assert found.lost == {}
+        assert said[-1] == f"{bad.address} is back"
+        assert good.loaded == bad.loaded == ["next"]
+        before = bad.asked
+        check(found.begin([{**body, "model": "next"} for body in BODIES])())
+        assert bad.asked > before
+        found.close()
+        assert good.loaded == bad.loaded == []
+
+
+def test_a_server_that_takes_no_adapters_is_refused_with_what_to_do():
+    words = "--allow_runtime_lora_updating .*--enable-lora"
+    with pytest.raises(EngineError, match=words), servers(Fake(adapters=False)):
+        pass
+
+
+def test_a_server_that_takes_no_adapters_is_lost_where_others_do():
+    with servers(Fake(), bad := Fake(adapters=False)) as (found, said):
+        assert found.lost.keys() == {bad.address}
+        assert len(said) == 1
+        assert "--enable-lora" in said[0]
+        check(found.begin(BODIES)())
+        assert bad.asked == 0
+
+
+def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_back():
+    state = {"raw": True}
+
+    def one_token(handler, body, number):
+        if body["max_tokens"] > 1:
+            return False
+        assert body["top_k"] == 1
+        logprobs = {
+            "token_logprobs": [-0.5 if state["raw"] and handler.server is bad.server else 0]
+        }
+        return with_reply(token_ids=[END], logprobs=logprobs)(handler, body, number)
+
+    good, bad = Fake(one_token), Fake(one_token)
+    with servers(good, bad) as (found, said):
+        found.check_logprobs(BODIES[0])
+        assert found.lost.keys() == {bad.address}
+        assert "processed_logprobs" in said[0]
+        state["raw"] = False
+        found.load({"adapter": "/somewhere"})
+        found.check_logprobs(BODIES[0])
+        found.check_logprobs(BODIES[0])
+        assert found.lost == {}
+        assert (good.asked, bad.asked) == (1, 2)
+        state["raw"] = True  # as one that was started again without the option
+        found.adopt({"adapter": "/somewhere"}, {bad.address: "gone"})
+        found.load({"adapter": "/somewhere"})
+        found.check_logprobs(BODIES[0])
+        assert found.lost.keys() == {bad.address}
+
+
+def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
+    for name in ("LOAD_SECONDS", "UNLOAD_SECONDS", "CONNECT_SECONDS"):
+        monkeypatch.setattr(completions, name, 0.3)
+    with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (found, said):
+        silent.server.shutdown()  # it listens, and answers no new connection
+        start = time.monotonic()
+        found.load({"next": "/elsewhere"})
+        assert found.lost.keys() == {silent.address}
+        assert "no answer came within 0.3 seconds" in said[0]
+        found.load({"third": "/elsewhere"})
+        found.servers[1].lost = None
+        found.close()
+        assert time.monotonic() - start < 3.0
+
+
+def test_all_servers_are_woken_and_put_to_sleep_and_one_that_cannot_be_is_lost():
+    asked = []
+
+    def awake(handler, body, number):
+        asked.append(handler.path)
+        return replying({}, 500 if number == 2 and handler.server is bad.server else 200)(
+            handler, body, number
+        )
+
+    good, bad = Fake(awake), Fake(awake)
+    with servers(good, bad) as (found, said):
+        found.set_awake(False)
+        assert (asked, found.lost) == (["/sleep?level=1"] * 2, {})
+        found.set_awake(True)
+        assert asked[2:] == ["/wake_up"] * 2
+        assert found.lost.keys() == {bad.address}
+        assert "it answers 500" in said[0]
+
+
+def test_a_server_tells_how_many_tokens_it_has_room_for():
+    with Fake().running() as fake:
+        assert CompletionServer(fake.address, 5.0).base_limit() == 64
+    with pytest.raises(ServerError, match="refused"):
+        CompletionServer(fake.address, 5.0).base_limit()
