@@ -31,6 +31,7 @@ FORMER = {
     "own_training_loop": "loralib",
     "pipeline": "pipeline",
     "python_primitives": "trainer",
+    "report": "report",
     "tinker": "tinker",
     "train_your_agent": "agents",
 }

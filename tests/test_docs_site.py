@@ -110,6 +110,7 @@ def test_every_addon_has_a_page_and_a_row_of_the_index():
         ("nlg_gpt2", "nlg"),
         ("nlu_glue", "glue"),
         ("pipeline", "pipeline"),
+        ("report", "report"),
         ("tinker", "tinker"),
         ("train_your_agent", "agents"),
     ],
