@@ -866,8 +866,6 @@ def rlhf(
     entropy_coef: float = 0.0,
     target_entropy: float = 0.0,
     target_kl: float = 0.0,
-    guard: Literal['warn', 'stop', 'off'] = 'warn',
-    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -926,6 +924,8 @@ def rlhf(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     deepspeed: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
@@ -1088,8 +1088,6 @@ def rlhf(
         entropy_coef (float): weight of the entropy bonus
         target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
@@ -1148,6 +1146,8 @@ def rlhf(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
@@ -1258,7 +1258,7 @@ def distill(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    environment: str | None = None,
+    environment: str | Callable[..., Any] | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1298,8 +1298,6 @@ def distill(
     entropy_coef: float = 0.0,
     target_entropy: float = 0.0,
     target_kl: float = 0.0,
-    guard: Literal['warn', 'stop', 'off'] = 'warn',
-    kl_budget: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
@@ -1353,6 +1351,8 @@ def distill(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    guard: Literal['warn', 'stop', 'off'] = 'warn',
+    kl_budget: float = 0.0,
     deepspeed: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
@@ -1470,7 +1470,7 @@ def distill(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
+        environment (str | Callable[..., Any] | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
@@ -1510,8 +1510,6 @@ def distill(
         entropy_coef (float): weight of the entropy bonus
         target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
@@ -1565,6 +1563,8 @@ def distill(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
+        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)

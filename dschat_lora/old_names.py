@@ -30,7 +30,7 @@ OLD_NAMES = {
     "rl.inputs": "rl.options.inputs rl.options.names",
     "rl.learn.network": "rl.learn.engines",
     "rl.memory": "rl.loop.memory rl.draw.own_engine",
-    "rl.metrics": "rl.watch.metrics rl.watch.diagnostics rl.loop.parts",
+    "rl.metrics": "rl.watch.metrics rl.loop.parts",
     "rl.play.mcp_tools": "rl.play.environment_adapters",
     "rl.play.stateful_environment": "rl.play.environment",
     "rl.play.turn_tokens": "rl.response.turn_tokens",
@@ -56,7 +56,6 @@ OLD_NAMES = {
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.seeds": "commands.seeds",
     "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }

@@ -137,7 +137,7 @@ FLOORS = [
         "commands": Room(
             "checkpoint config models report runtime supervised",
             "psutil",
-            "launch seeds stages train verbs",
+            "launch stages train verbs",
         ),
     },
     {
@@ -157,9 +157,12 @@ FLOORS = [
             "addon config options python validation verbs",
         ),
         "addons.loralib": Room(
-            "algos checkpoint config engine lora report runtime",
+            "algos checkpoint commands config lora report runtime",
             "safetensors torch transformers",
-            "addon verbs",
+            "addon seeds verbs",
+        ),
+        "addons.bases": Room(
+            "checkpoint config engine lora models runtime", "torch transformers", "addon forms"
         ),
         "addons.publish": Room(
             "checkpoint commands config report runtime", "huggingface_hub", "addon config verbs"
@@ -189,6 +192,9 @@ FLOORS = [
             " rl.options runtime",
             "numpy torch",
             "addon",
+        ),
+        "addons.diagnostics": Room(
+            "config engine rl.options rl.watch rl.loop", light="addon options"
         ),
         "addons.rewards": Room(
             "config models report rl.score runtime",
@@ -223,14 +229,13 @@ FLOORS = [
             "addon options",
         ),
         "addons.glue": Room(
-            "addons.loralib algos checkpoint commands config data engine lora models report"
-            " runtime",
+            "addons.loralib algos checkpoint config data engine lora models report runtime",
             "datasets numpy scipy sklearn torch transformers",
             "addon config data validation verbs",
         ),
         "addons.nlg": Room(
-            "addons.loralib algos checkpoint commands config data engine generation lora models"
-            " report runtime supervised",
+            "addons.loralib algos checkpoint config data engine generation lora models report"
+            " runtime supervised",
             "nltk pycocoevalcap sacrebleu torch transformers",
             "addon config formats predictions validation verbs",
         ),
@@ -262,8 +267,8 @@ OWNERS = {
     "datasets": {"data", "addons.glue"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.glue", "addons.images", "addons.loralib", "addons.nlg", "checkpoint", "data"),
-        *("addons.engines", "generation", "models", "runtime"),
+        *("addons.bases", "addons.engines", "addons.glue", "addons.images", "addons.loralib"),
+        *("addons.nlg", "checkpoint", "data", "generation", "models", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -280,6 +285,8 @@ VERBS = {
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",
+        "addons.diagnostics.options",
+        "addons.bases.forms",
         "addons.loralib.verbs",
         "addons.publish.verbs",
         "addons.serving.verbs",

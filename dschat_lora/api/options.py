@@ -37,10 +37,6 @@ Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
-_FUNCTIONS = (
-    *("reward_function", "judge_function", "environment", "reward_gate", "algorithm", "parts"),
-    "rollout_engine",
-)
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
 _OBJECT = "str | Callable[..., Any] | None"
@@ -50,7 +46,6 @@ _TYPES = {
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
-    "judge_function": _OBJECT,
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
@@ -78,7 +73,8 @@ def with_options(
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
-            kind = _OBJECT if field.metadata["runs"] == "object" else type_text(name, annotation)
+            of_object = field.metadata["runs"] == "object" and name not in _TYPES
+            kind = _OBJECT if of_object else type_text(name, annotation)
             if default is None and not kind.endswith("None"):
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
@@ -129,7 +125,7 @@ def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack
         TypeError: for an object of another kind.
         ValueError: for rows that cannot be gone through twice.
     """
-    found, functions = {}, {*_FUNCTIONS, *options_that_run(config_class, "object")}
+    found, functions = {}, options_that_run(config_class, "object", "part")
     for name, value in values.items():
         if name in functions:
             value = _functions(value, stack)

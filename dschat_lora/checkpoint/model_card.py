@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.checkpoint.adapter_config import AdapterConfig
-from dschat_lora.checkpoint.quantization import located, stored_kind
+from dschat_lora.checkpoint.quantization import located, stored_form, stored_kind
 
 
 def model_card(
@@ -86,12 +86,12 @@ def _load_base(
     fields = json.loads(config.read_text("utf-8")) if config.is_file() else {}
     where, more = located(base)
     arguments = [json.dumps(where), *(f"{k}={json.dumps(v)}" for k, v in more.items())]
-    kind = stored_kind(fields, stored)
-    found, lines = _CONFIGS.get(kind or "", ""), []
+    form = stored_form(fields, stored)
+    found, lines = "" if form is None else form.transformers_class, []
     if found:
         lines = ["# Trained on the values that the files stand for, in 16 bits."]
         arguments.append(f"quantization_config={found}(dequantize=True)")
-    elif bits == 4 and kind is None:
+    elif bits == 4 and stored_kind(fields, stored) is None:
         found = "BitsAndBytesConfig"
         lines = [
             "# The adapter was trained on the base in these 4 bits; on another it answers "
@@ -139,8 +139,6 @@ def license_of(base: str) -> str | None:
     return None
 
 
-# Of bases that transformers loads as values.
-_CONFIGS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 _CHAT = [
     "```python",
     "from transformers import AutoTokenizer",

@@ -1,15 +1,62 @@
 """How the files of a model hold its weights, by its configuration. Imports no model library."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
+
+from dschat_lora.config.addons import load, provided, provided_name
 
 FIELD = "quantization_config"  # of a model's configuration
-GGUF = ".gguf"
 
-# Of the blocks: NF4 as it is, or values of 16 bits that are made of the codes as they are read.
-Kind = Literal["nf4", "int8", "gptq", "awq", "fp8", "mxfp4", "gguf"]
-_UNPACKED: Mapping[str, Kind] = {each: each for each in ("gptq", "awq", "fp8", "mxfp4")}
+
+class StoredForm(Protocol):
+    """A form of weights beside a configuration, which ``stored_form`` of an add-on reads.
+
+    It has the name of the ``quant_method`` of the files; bitsandbytes' that of its type.
+
+    Attributes:
+        words: what is read.
+        transformers_class: configuration by which transformers gives the values, if it does.
+    """
+
+    words: str
+    transformers_class: str
+
+    def unknown(self, settings: Mapping[str, Any]) -> str:
+        """What of the settings of the files cannot be read; empty where nothing is."""
+        ...
+
+    def quantizer(self, settings: Mapping[str, Any], model: Any) -> Any:
+        """The ``HfQuantizer`` by which transformers' rules of conversion give values."""
+        ...
+
+
+class BaseFile(Protocol):
+    """A base in one file, which ``base_file`` of an add-on reads, by the ending of its name.
+
+    Attributes:
+        kind: its name.
+        words: what is read. named: how it is named.
+    """
+
+    kind: str
+    words: str
+    named: str
+
+    def base(self, name: str) -> str | None:
+        """The base that is named so, as it is recorded; None where there is none."""
+        ...
+
+    def located(self, base: str) -> tuple[str, dict[str, str]]:
+        """Where transformers finds it, and the argument that names the file."""
+        ...
+
+    def check_installed(self) -> None:
+        """Raise ImportError where a package lacks."""
+        ...
+
+    def weights(self, model: Any, file: str) -> tuple[dict[str, Any], list[Any]]:
+        """Tensors of the file, and the rules of conversion that make weights of them."""
+        ...
 
 
 def quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,8 +68,16 @@ def quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def stored_kind(fields: Mapping[str, Any], name: str) -> Kind | None:
+def base_file(name: str) -> BaseFile | None:
+    """What reads the file that a base is; None of a directory or hub name."""
+    found: BaseFile | None = _provided("base_file", name.rpartition(".")[2], name)
+    return found
+
+
+def stored_kind(fields: Mapping[str, Any], name: str) -> str | None:
     """How the files of a model hold the weights of its blocks; None where they are not quantised.
+
+    That is nf4, or what values of 16 bits are made of as it is read.
 
     Args:
         fields: of the model's configuration.
@@ -31,30 +86,46 @@ def stored_kind(fields: Mapping[str, Any], name: str) -> Kind | None:
     Raises:
         ValueError: if neither they nor values made of them can be trained on.
     """
-    if name.endswith(GGUF):
-        return "gguf"
+    if (file := base_file(name)) is not None:
+        return file.kind
     found = quantization(fields)
     if not found:
         return None
-    method = str(found.get("quant_method", "bitsandbytes"))
-    bits, kind = found.get("bits", found.get("w_bit", 4)), found.get("bnb_4bit_quant_type", "fp4")
-    known = _UNPACKED.get(method)
+    kind = method = str(found.get("quant_method", "bitsandbytes"))
     if method == "bitsandbytes":
-        known = "int8" if found.get("load_in_8bit") else "nf4" if kind == "nf4" else None
-        method = f"bitsandbytes {kind}"
-    layout = str(found.get("checkpoint_format") or found.get("version") or "").lower()
-    if method == "gptq" and not (bits in (2, 4, 8) and layout in ("", "gptq", "gptq_v2")):
-        known, method = None, f"gptq of {bits} bits, {layout or 'gptq'}"
-    if method == "awq" and not (bits == 4 and layout in ("", "gemm")):
-        known, method = None, f"awq of {bits} bits, {layout or 'gemm'}"
-    if known is None:
-        raise ValueError(
-            f"--model_name_or_path {name} is quantised ({method}), which cannot be trained on: "
-            "bitsandbytes' nf4 is, in 4 bits, and in 16 bits what is unpacked from bitsandbytes' "
-            "int8, fp8, mxfp4, gptq of 2, 4 and 8 bits, awq (gemm) and GGUF; give the original "
-            "16-bit model, with --base_bits 4 to hold it in 4 bits"
-        )
-    return known
+        packed = found.get("bnb_4bit_quant_type", "fp4")
+        kind = "int8" if found.get("load_in_8bit") else str(packed)
+        method = f"bitsandbytes {packed}"
+    if kind == "nf4":
+        return kind
+    form = _provided("stored_form", kind, name)
+    unknown = method if form is None else form.unknown(found)
+    if not unknown:
+        return kind
+    seams = ("stored_form", "base_file")
+    *others, last = [load(path).words for seam in seams for path in provided(seam).values()] or [""]
+    read = f", and in 16 bits what is unpacked from {', '.join(others)} and {last}" if last else ""
+    raise ValueError(
+        f"--model_name_or_path {name} is quantised ({unknown}), which cannot be trained on: "
+        f"bitsandbytes' nf4 is, in 4 bits{read}; give the original 16-bit model, with --base_bits "
+        "4 to hold it in 4 bits"
+    )
+
+
+def stored_form(fields: Mapping[str, Any], name: str) -> StoredForm | None:
+    """What reads the weights beside a configuration; None of whole ones, NF4, and one file."""
+    kind = stored_kind(fields, name)
+    found: StoredForm | None = None if kind is None else _provided("stored_form", kind, name)
+    return found
+
+
+def _provided(seam: str, value: str, name: str) -> Any:
+    """What an add-on provides for a model of this name, None where there is no such thing."""
+    try:
+        known = provided_name(seam, value)
+    except ValueError as error:
+        raise ValueError(f"--model_name_or_path {name}: {error}") from None
+    return load(provided(seam)[known]) if known else None
 
 
 def stored_bits(fields: Mapping[str, Any], name: str) -> int:
@@ -67,14 +138,6 @@ def stored_bits(fields: Mapping[str, Any], name: str) -> int:
 
 
 def located(base: str) -> tuple[str, dict[str, str]]:
-    """Where transformers finds a base, and the file to name besides if it is of GGUF.
-
-    Such a base is the path of a file, or ``repository:file`` of the hub.
-    """
-    if not base.endswith(GGUF):
-        return base, {}
-    path = Path(base)
-    where, _, file = base.rpartition(":")
-    if path.is_file() or not where:
-        where, file = str(path.parent), path.name
-    return where, {"gguf_file": file}
+    """Where transformers finds a base, and the argument that names its file, if it is one."""
+    file = base_file(base)
+    return (base, {}) if file is None else file.located(base)

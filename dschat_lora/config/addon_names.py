@@ -29,10 +29,15 @@ ADDONS: Mapping[str, Names] = {
         "rollout_engine=http: rollout_engine=https:"
     ),
     "agents": Names(),
+    "diagnostics": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"
     ),
     "publish": Names("push export"),
+    "bases": Names(
+        values="stored_form=int8 stored_form=fp8 stored_form=mxfp4 stored_form=gptq "
+        "stored_form=awq base_file=gguf"
+    ),
     "loralib": Names(
         "extract",
         "convert_linear_layer_to_lora convert_lora_to_linear_layer only_optimize_lora_parameters "

@@ -35,6 +35,9 @@ SEAMS = (
     "thumbnails",
     "observer",
     "run_view",
+    "stored_form",
+    "base_file",
+    "base_distance",
     "advice",
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

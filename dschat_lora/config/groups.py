@@ -132,7 +132,9 @@ class LoadConfig:
         section=PROCESSES,
         hint="sdpa runs PyTorch's flash attention where the GPU has it, of packed rows too",
     )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    trust_remote_code: bool = option(
+        False, help="run model code that comes with a hub repository", runs="code"
+    )
     base_bits: Literal[16, 4] | None = option(
         None,
         help="bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16\n"

@@ -91,10 +91,11 @@ def option(
     the message about a value that is not allowed. ``settled`` says in words what other things make
     of the default, which the help then shows in its place, unless a stage has a default of its own.
     ``names`` are values that the help of a command lists, where others are allowed too.
-    ``runs`` is "code" where the value is a command or the like, "object" where it names an object
-    of the user's, which Python may give itself, and "file" where it is a path outside of the run
-    that is written to: a checkpoint chooses none of them. Where the option is typed, a checkpoint
-    does not choose those that it ``replaces`` either.
+    ``runs`` is what a checkpoint, which may be somebody else's, does not choose: "code" of a
+    command or the like, "object" of the name of a user's object, which Python may give itself,
+    "part" of the name of a part of the package or of such an object, and "file" of a path outside
+    of the run that is written to. Where the option is typed, a checkpoint does not choose those
+    that it ``replaces`` either.
 
     ``when`` is the condition under which the option has an effect; where it does not hold a run
     says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
@@ -350,7 +351,7 @@ def option_names(config_class: "type[DataclassInstance]") -> list[str]:
 
 
 def options_that_run(config_class: "type[DataclassInstance]", *kinds: str) -> list[str]:
-    """Options of the class that say so of themselves: "code", "object" or "file"."""
+    """Options of the class that say so of themselves; see :func:`option`."""
     return [n for n, (field, _) in option_fields(config_class) if field.metadata["runs"] in kinds]
 
 

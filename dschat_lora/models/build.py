@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
-from dschat_lora.checkpoint.quantization import Kind
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.media import MediaReader
@@ -17,12 +16,13 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_quantized
 from dschat_lora.lora.model import adapter_parameters, apply_lora, lora_layers, with_expert_settings
 from dschat_lora.lora.names import is_inside
+from dschat_lora.lora.parallel import group_of
 from dschat_lora.lora.targets import adaptable_parts, expert_names
 from dschat_lora.models.causal_lm import balancing_loss
 from dschat_lora.models.composite import Task, left_out_words
+from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_warning
 from dschat_lora.models.loading import Tokenizer, load_causal_lm, load_config, share_parameters
-from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource, trained_rope
 
@@ -38,7 +38,7 @@ class AdaptedModel:
     base_bits: int = 16  # of the linear layers of the blocks
     rope_scaling: str | None = None  # where it is not the base's own
     warning: str | None = None  # where the adapter is on another base than its own
-    stored_as: Kind | None = None  # how files hold the weights, where they are quantised
+    stored_as: str | None = None  # how files hold the weights, where they are quantised
 
     def facts(self) -> Iterator[str]:
         """What the start-up says of the base, a line each."""
@@ -78,7 +78,7 @@ def build_causal_lm(
         ValueError: if something cannot be loaded or does not fit.
     """
     config = as_trained(config, source)
-    kind: Kind | None = None
+    kind: str | None = None
     if base is not None:
         model = share_parameters(base)
     else:
@@ -296,6 +296,39 @@ def _adapt(
     bits = bits_of(model)
     warning = base_warning(model, source, tokenizer, bits=bits) or whole_weights_warning(model)
     return AdaptedModel(model, lora, targets, task, bits, warning)
+
+
+def base_warning(
+    model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, *, bits: int
+) -> str | None:
+    """What to say where the adapter of ``source`` is not on the base that it was trained on.
+
+    Args:
+        model: with that adapter, on ``bits`` bits, not sharded.
+        source: of base and adapter.
+        tokenizer: of the model.
+        bits: of the base that it is on, 16 or 4.
+
+    Returns:
+        None where the base is the adapter's own, or nothing is known of that.
+    """
+    own = source.adapter_config
+    if own is None or own.base_bits is None:
+        return None
+    where = f"the adapter {source.adapter} was trained on"
+    if own.base_fingerprint and own.base_fingerprint != weights_fingerprint(source.base):
+        return (
+            f"{where} other weight files than {source.base} holds now; answers may differ from "
+            "those that it was trained to give"
+        )
+    if own.base_bits == bits:
+        return None
+    words = f"{where} a {own.base_bits}-bit base, and this one has {bits} bits"
+    if group_of(model) is None and not any(p.is_meta for p in model.parameters()):
+        for path in provided("base_distance").values():
+            apart = load(path)(model, source, tokenizer, bits)
+            words += f": {apart:.2g} nats per token (KL) apart"
+    return f"{words}; --base_bits {own.base_bits} gives its own"
 
 
 def _check_layers(model: PreTrainedModel, adapter: Path, stored: LoraConfig) -> None:

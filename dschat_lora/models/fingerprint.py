@@ -86,10 +86,10 @@ def weights_fingerprint(name: str) -> str:
     Args:
         name: directory or hub name, whose files are here.
     """
-    where, gguf = located(name)
-    known = Path(str(cached_file(where, gguf.get("gguf_file", "config.json"))))
+    where, more = located(name)
+    known = Path(str(cached_file(where, next(iter(more.values()), "config.json"))))
     digest = hashlib.blake2b(digest_size=16)
-    for path in [known] if gguf else _loaded_files(known.parent):
+    for path in [known] if more else _loaded_files(known.parent):
         _add_samples(digest, path)
     return digest.hexdigest()
 

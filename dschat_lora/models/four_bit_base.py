@@ -5,7 +5,7 @@ from typing import Literal
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from dschat_lora.checkpoint.quantization import FIELD, Kind, stored_kind
+from dschat_lora.checkpoint.quantization import FIELD, stored_kind
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.experts import expert_weights, quantize_experts
 from dschat_lora.lora.layers import full_shape, is_conv1d, is_quantized
@@ -23,7 +23,7 @@ _READ = frozenset(("dt_proj", "classifier"))
 FourBits = Literal["as the files are", "once read"]
 
 
-def kind_of(model_config: PretrainedConfig, path: str) -> Kind | None:
+def kind_of(model_config: PretrainedConfig, path: str) -> str | None:
     """How the files at ``path`` are quantised, None where they are not.
 
     Raises:
@@ -32,7 +32,7 @@ def kind_of(model_config: PretrainedConfig, path: str) -> Kind | None:
     return stored_kind(vars(whole_config(model_config) or model_config), path)
 
 
-def take_kind(model_config: PretrainedConfig, path: str) -> Kind | None:
+def take_kind(model_config: PretrainedConfig, path: str) -> str | None:
     """As :func:`kind_of`; ``model_config`` keeps nothing of it.
 
     A model built of it may be saved with whole weights.
@@ -44,7 +44,7 @@ def take_kind(model_config: PretrainedConfig, path: str) -> Kind | None:
     return kind
 
 
-def four_bits_of(kind: Kind | None, config: ModelConfig) -> FourBits | None:
+def four_bits_of(kind: str | None, config: ModelConfig) -> FourBits | None:
     """How a base whose files are of ``kind`` comes to hold 4 bits; None where it holds 16.
 
     Raises:
@@ -56,7 +56,7 @@ def four_bits_of(kind: Kind | None, config: ModelConfig) -> FourBits | None:
     return packed_how(kind)
 
 
-def packed_how(kind: Kind | None) -> FourBits:
+def packed_how(kind: str | None) -> FourBits:
     """How 4 bits are made of files of this kind."""
     return "as the files are" if kind == "nf4" else "once read"
 

@@ -1,7 +1,6 @@
 """Pretrained causal language models and their tokenizers, read from files."""
 
 import copy
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
-from dschat_lora.checkpoint.quantization import located
+from dschat_lora.checkpoint.quantization import base_file, located
 from dschat_lora.config.groups import LoadConfig, ModelConfig, parse_rope_scaling
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
@@ -146,8 +145,8 @@ def read_config(path: str, config: ModelConfig) -> PretrainedConfig:
     """
     with hub_errors("--model_name_or_path", path, "configuration"):
         where, more = located(path)
-        if more and importlib.util.find_spec("gguf") is None:
-            raise ImportError("GGUF files need a package: pip install 'dschat_lora[gguf]'")
+        if (file := base_file(path)) is not None:
+            file.check_installed()
         check_local_files(where, PretrainedConfig.get_config_dict(where, **more)[0])
         code = config.trust_remote_code
         return text_config(AutoConfig.from_pretrained(where, trust_remote_code=code, **more))

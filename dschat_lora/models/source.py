@@ -3,7 +3,6 @@
 Imports no model library, so that a wrong path is reported at once.
 """
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,12 @@ from dschat_lora.checkpoint.adapter_config import (
     read_adapter_config,
 )
 from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
-from dschat_lora.checkpoint.quantization import GGUF
+from dschat_lora.checkpoint.quantization import base_file
+from dschat_lora.config.addons import load, provided
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig, parse_rope_scaling
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,17 @@ def find_model(name: str | None) -> ModelSource:
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_directory(name, path)
-    if (base := _gguf_base(name)) is not None:
+    file = base_file(name)
+    if file is not None and (base := file.base(name)) is not None:
         return ModelSource(base)
     # Beside a local directory, or where stages write by default, no hub name was meant.
     is_near_a_path = len(path.parts) > 1 and (path.parent.is_dir() or path.parts[0] == "output")
-    if path.exists() or name.endswith(GGUF) or not _HUB_NAME.fullmatch(name) or is_near_a_path:
+    if path.exists() or file is not None or not HUB_NAME.fullmatch(name) or is_near_a_path:
         found = "is a file" if path.is_file() else "does not exist"
+        files = "".join(f"{load(each).named}, " for each in provided("base_file").values())
         raise ValueError(
-            f"--model_name_or_path {name} {found}; give a hub name, a model directory, a GGUF file "
-            "(of the hub: repository:file.gguf), or the output directory of an earlier stage"
+            f"--model_name_or_path {name} {found}; give a hub name, a model directory, {files}or "
+            "the output directory of an earlier stage"
         )
     return ModelSource(name)
 
@@ -150,32 +152,15 @@ def _from_adapter(path: Path) -> ModelSource:
     base = config.base_model_name_or_path
     if not base:
         raise ValueError(f"{path}/adapter_config.json names no base_model_name_or_path")
-    if (file := _gguf_base(base)) is not None:
-        base = file
+    file = base_file(base)
+    if file is not None and (named := file.base(base)) is not None:
+        base = named
     elif Path(base).is_dir():
         if not (Path(base) / "config.json").is_file():
             raise ValueError(f"the base {base} of the adapter {path} holds no config.json")
         base = str(Path(base).resolve())
-    elif Path(base).is_absolute() or not _HUB_NAME.fullmatch(base):
+    elif Path(base).is_absolute() or not HUB_NAME.fullmatch(base):
         raise ValueError(
             f"the base of the adapter {path} is missing: its adapter_config.json names {base}"
         )
     return ModelSource(base, path.resolve(), config)
-
-
-def _gguf_base(name: str) -> str | None:
-    """A GGUF file, of this disk (absolute) or of the hub; None where ``name`` is of neither.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
-    path = Path(os.path.expanduser(name))  # of a file that may be anybody's: ~nobody is no error
-    repository = name.rpartition(":")[0]
-    if not name.endswith(GGUF) or not (path.is_file() or _HUB_NAME.fullmatch(repository)):
-        return None
-    if re.search(r"-\d{5}-of-\d{5}\.gguf$", name):
-        raise ValueError(
-            f"--model_name_or_path {name} is one of several parts of a model, which transformers "
-            "does not read: join them by `llama-gguf-split --merge FIRST_PART WHOLE.gguf`"
-        )
-    return str(path.resolve()) if path.is_file() else name

@@ -1,7 +1,7 @@
 """Weights in files by the names that they have in the model, whatever form the files hold them in.
 
 transformers' own rules rename, join and split what is stored (per-expert weights become fused ones)
-and turn FP8, MXFP4 and GGUF blocks into values; one weight is made at a time.
+and turn blocks of codes into values; one weight is made at a time.
 """
 
 import json
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.manifest import weight_map
-from dschat_lora.checkpoint.quantization import located, quantization, stored_kind
+from dschat_lora.checkpoint.quantization import base_file, quantization, stored_form
 from dschat_lora.checkpoint.tensors import save_tensors
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import nf4
@@ -54,7 +53,7 @@ class _Source:
 
 
 class StoredWeights:
-    """The weights at ``path``, a directory, a name on the hub or a GGUF file, for ``model``.
+    """The weights at ``path``, a directory, a name on the hub or a file, for ``model``.
 
     Raises:
         ValueError: if there are no files, or none of a kind that may be read: without ``pickled``
@@ -66,9 +65,11 @@ class StoredWeights:
         # The text model of a composite one is named by the rules of that.
         named = model.on_meta() if hasattr(model, "on_meta") else model
         self._whole = _Whole(model, config=named.config)
-        where, gguf = located(path)
-        if gguf:
-            self._files, rules = _gguf(model, str(cached_file(where, gguf["gguf_file"])))
+        if (form := base_file(path)) is not None:
+            where, named_file = form.located(path)
+            file = str(cached_file(where, *named_file.values()))
+            tensors, rules = form.weights(model, file)
+            self._files = dict.fromkeys(tensors, _Tensors(tensors))
         else:
             self._files, rules = _files(path, pickled=pickled), _rules(model, named, path)
         weights = {key.rpartition(_PACKED)[0] for key in self._files if key.endswith(_PACKED)}
@@ -207,14 +208,8 @@ def _rules(model: PreTrainedModel, named: PreTrainedModel, path: str) -> list[An
     They are those of ``named``, which is ``model`` or the composite one that it is in.
     """
     fields = PretrainedConfig.get_config_dict(path)[0]
-    kind, settings = stored_kind(fields, path), quantization(fields)
-    quantizer = None
-    if kind in ("fp8", "mxfp4"):
-        quantizer = AutoHfQuantizer.from_config({**settings, "dequantize": True})
-    elif kind in ("int8", "gptq", "awq"):
-        from dschat_lora.models.dequantize import dequantizer
-
-        quantizer = dequantizer(kind, settings, model)
+    form = stored_form(fields, path)
+    quantizer = None if form is None else form.quantizer(quantization(fields), model)
     rules: list[Any] = get_model_conversion_mapping(named, hf_quantizer=quantizer)
     return rules
 
@@ -262,40 +257,6 @@ def _files(path: str, *, pickled: bool) -> dict[str, Any]:
         f"there is no {_SAFETENSORS}; --tensor_parallel_size above 1 reads weights in parts, "
         "which takes safetensors files"
     )
-
-
-def _gguf(model: PreTrainedModel, file: str) -> tuple[dict[str, Any], list[Any]]:
-    """The tensors of a GGUF file, and the rules that make weights of them.
-
-    Of most architectures transformers gives values alone, of all weights at once.
-    """
-    # Of a few architectures, whose blocks are unpacked weight by weight.
-    from transformers.integrations.gguf import (
-        GgufHeader,
-        get_gguf_conversion_mapping,
-        get_gguf_plan,
-        is_gguf_arch_supported,
-        load_gguf_state_dict,
-        read_gguf_metadata,
-    )
-    from transformers.integrations.gguf.utils import add_gguf_load_ops
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    kind = read_gguf_metadata(file)[0]["general.architecture"]
-    if is_gguf_arch_supported(kind):
-        header = GgufHeader.from_file(file)
-        rules = get_gguf_conversion_mapping(kind, model.config)
-        blocks = get_gguf_plan(header, rules)[0]
-        rules = add_gguf_load_ops(rules, blocks, header, torch.float32)
-        tensors = load_gguf_state_dict(header)
-    else:
-        packs = any(is_quantized(p) for p in model.parameters())
-        dtype = torch.float32 if packs else model.dtype
-        rules = []
-        tensors = load_gguf_checkpoint(
-            file, return_tensors=True, model_to_load=model, torch_dtype=dtype
-        )["tensors"]
-    return dict.fromkeys(tensors, _Tensors(tensors)), rules
 
 
 def cached(path: str, name: str) -> str | None:

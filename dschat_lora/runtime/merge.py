@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dschat_lora.checkpoint.export import save_merged
 from dschat_lora.checkpoint.history import is_checkpoint
+from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.verbs import MergeConfig
 from dschat_lora.engine.build import DTYPES
@@ -16,10 +19,11 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.lora.merge import MergeReport
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.composite import merged_words
-from dschat_lora.models.loading import load_config, load_tokenizer, stored_dropouts
-from dschat_lora.models.other_base import probe_ids
+from dschat_lora.models.loading import Tokenizer, load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import log_once, note, to_json
+
+PROBE = 256  # tokens on which a merged model is compared
 
 
 @dataclass(frozen=True)
@@ -134,3 +138,10 @@ def merged_directory(config: MergeConfig, source: ModelSource) -> Path:
     if Path(source.base).resolve() == given.resolve():
         raise ValueError(f"--output_dir {given} is the base of the adapter; choose another")
     return given
+
+
+def probe_ids(tokenizer: Tokenizer, positions: int | None, most: int = PROBE) -> Tensor:
+    """(1, T) token ids of bundled texts, T at most ``most`` and the model's positions."""
+    with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
+        ids = [token for line in islice(file, 8) for token in tokenizer(line)["input_ids"]]
+    return torch.tensor([ids[: min(most, positions or most)]])

@@ -83,13 +83,6 @@ _OF_THE_PROCESS = (
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "accept_changed_data"),
     *("dry_run", "verbose", "deepspeed"),
 )
-# What runs code of the user's choice, or writes outside the run: a checkpoint, which may be
-# somebody else's, decides neither.
-RUNS_CODE = (
-    *("trust_remote_code", "reward_function", "reward_gate", "judge_function"),
-    *("environment", "parts"),
-)
-_MAY_RUN_CODE = ("rollout_engine", "algorithm")  # where they name no part of the package
 # Of these, one that is typed does away with the others.
 _RIVALS = (
     {"lora_learning_rate", "lora_lr_multiplier"},
@@ -377,10 +370,10 @@ def options_with_code(
     config_class: "type[DataclassInstance]", options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Those of the options of a class that run code of the user's choice."""
-    names = (*RUNS_CODE, *options_that_run(config_class, "code", "object"))
+    names = options_that_run(config_class, "code", "object")
     code = {name: options[name] for name in names if options.get(name)}
-    found = {name: str(options.get(name)) for name in _MAY_RUN_CODE}
-    return code | {n: value for n, value in found.items() if is_in_module(value) or is_held(value)}
+    parts = {name: str(options.get(name)) for name in options_that_run(config_class, "part")}
+    return code | {n: value for n, value in parts.items() if is_in_module(value) or is_held(value)}
 
 
 def _inherited(
@@ -415,7 +408,7 @@ def _inherited(
     replaced = {name for rivals in _RIVALS for name in rivals if rivals & now.keys()}
     typed = (field for name, (field, _) in option_fields(config_class) if name in now)
     replaced = replaced.union(*(field.metadata["replaces"] for field in typed)) - now.keys()
-    refused = {*RUNS_CODE, *options_that_run(config_class, "code", "object"), *elsewhere}
+    refused = {*options_that_run(config_class, "code", "object"), *elsewhere}
     known = {*option_names(config_class)}
     owner = state.get("addons")  # which older checkpoints lack
     if isinstance(owner, dict) and (gone := [n for n in then if n not in known and n in owner]):

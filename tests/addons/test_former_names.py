@@ -141,6 +141,8 @@ FORMER = {
     ),
     "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
     "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
+    "models.dequantize": "int8_values gptq_values awq_values dequantizer",
+    "models.other_base": "Weights probe_ids base_warning",
     "pipeline.doctor": (
         "GIB SMALL_DISK NO_DISK SMALL_MEMORY STEP_SECONDS Finding examine diagnose versions "
         "devices describe_device attention compiler memory disks network training_step"
@@ -216,6 +218,10 @@ FORMER = {
         "JUDGE_SECONDS REMOTE_SECONDS RUBRIC RemoteReward Judge make_judge_reward "
         "SANDBOX_SECONDS SANDBOX_BYTES PythonTests program_in run_tests"
     ),
+    "rl.metrics": (
+        "WINDOW PATIENCE RATIO_TOLERANCE MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL "
+        "GUARDED Diagnostics"
+    ),
     "rl.rewards": "VERL OPENRLHF",
     "rl.agent_programs": (
         "MODEL_NAME OFFERED Program AgentFunction CALL_NUMBER AgentCommand NoRewardError "
@@ -253,6 +259,7 @@ FORMER = {
         "END_SECONDS start_vllm sleeps serve_command serve_environment ServerProcess"
     ),
     "runtime.sharing": "REPOSITORY saved_directory push_directory export_gguf",
+    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "serving.chat": "COMMANDS Conversation ChatSession run_chat",
     "serving.config": (
         "BASE AnswerConfig ChatConfig ServeConfig NamedSource find_models model_name"

@@ -52,9 +52,7 @@ FORMER = {
     "rl.metrics": (
         "update_metrics response_metrics source_metrics turn_metrics agent_metrics "
         "ROWS_BY_TOKEN rollout_rows rewards_by_name importance_metrics version_metrics "
-        "sampler_errors WINDOW PATIENCE RATIO_TOLERANCE SAMPLER_TOLERANCE SAMPLER_LIMIT "
-        "ENGINE_LIMIT MISMATCH_TOLERANCE MASKED_TOLERANCE LENGTH_DRIFT FALL GUARDED "
-        "check_sampler Diagnostics"
+        "sampler_errors SAMPLER_TOLERANCE SAMPLER_LIMIT ENGINE_LIMIT check_sampler"
     ),
     "rl.play.mcp_tools": "mcp_tool_schema",
     "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
@@ -102,7 +100,6 @@ FORMER = {
     "rl.verifiers_environment": "Verifiers",
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
     "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
-    "runtime.seeds": "Spread spreads show_spreads check_starts_runs run_seeds",
     "world": "reward rule",
 }
 

@@ -31,6 +31,7 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.source import find_model
 from dschat_lora.models.stored_weights import load_parts
+from helpers.addons import of_addon
 from helpers.composites import COMPOSITES, save_composite, whole_model
 from helpers.quantised import FP8, GPTQ, fp8, gptq, mend_bitsandbytes, rewrite
 from helpers.rounding import assert_same_sums
@@ -342,6 +343,7 @@ def test_the_card_makes_a_reward_model_of_the_whole_where_transformers_has_none(
 QUANTISED = {"fp8": (fp8, FP8), "gptq": (gptq, GPTQ)}
 
 
+@pytest.mark.skipif(not of_addon("bases.forms"), reason="the add-on is not there")
 @pytest.mark.parametrize("kind", QUANTISED if ALL else ["fp8"])
 def test_a_quantised_composite_model_is_read_as_values_and_merged_whole(kind, gemma, tmp_path):
     base = shutil.copytree(gemma, tmp_path / "base")

@@ -26,12 +26,13 @@ from dschat_lora.lora.model import (
     apply_lora,
 )
 from dschat_lora.lora.nf4 import quantize
-from dschat_lora.models import other_base, stored_weights
+from dschat_lora.models import stored_weights
+from dschat_lora.models.build import base_warning
 from dschat_lora.models.fingerprint import base_fingerprint, weights_fingerprint
 from dschat_lora.models.loading import load_causal_lm, load_config, share_parameters
-from dschat_lora.models.other_base import base_warning
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
+from helpers.addons import of_addon
 from helpers.process_memory import forget_peak, peak_memory, save_wide_model
 from helpers.quantised import mend_bitsandbytes
 from helpers.spread import ALL
@@ -39,6 +40,7 @@ from helpers.tiny import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FOUR = ModelConfig(base_bits=4)
+DISTANCE = of_addon("bases.distance")
 LORA = LoraConfig(lora_dim=4, lora_alpha=8)
 STEPS = 20 if ALL else 4
 KINDS = ("opt", "gpt2", "neox", "llama", "qwen2") if ALL else ("opt", "gpt2", "llama")
@@ -128,33 +130,6 @@ def test_checkpoints_of_bitsandbytes_are_read_as_they_are(kind, double, model_di
     assert (state.offset is not None) == double
     empty = load(str(tmp_path), ModelConfig(), meta=True)
     assert [p.shape for p in empty.parameters()] == [p.shape for p in model.parameters()]
-
-
-OTHERS = {
-    "gptq of an odd width": ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits, gptq"),
-    "gptq for a kernel": (
-        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
-        "gptq of 4 bits, marlin",
-    ),
-    "awq for vectors": (
-        {"quant_method": "awq", "bits": 4, "version": "GEMV"},
-        "awq of 4 bits, gemv",
-    ),
-    "compressed": ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
-    "hqq": ({"quant_method": "hqq"}, "hqq"),
-    "fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes fp4"),
-}
-
-
-@pytest.mark.parametrize(("fields", "kind"), OTHERS.values(), ids=OTHERS)
-def test_other_quantisations_are_refused_in_one_line(fields, kind, model_directory, tmp_path):
-    config = json.loads((load_config(model_directory("opt"), FOUR)).to_json_string())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
-    with pytest.raises(
-        ValueError, match=rf"is quantised \({kind}\), which cannot be trained on: bitsandbytes' nf4"
-    ) as told:
-        load_config(str(tmp_path), ModelConfig())
-    assert "\n" not in str(told.value)
 
 
 def train(model, steps=STEPS):
@@ -310,6 +285,7 @@ def saved_adapter(path, directory, bits):
     return model
 
 
+@pytest.mark.skipif(not DISTANCE, reason="the add-on is not there")
 @pytest.mark.parametrize(("trained", "loaded"), [(4, 16), (16, 4)])
 @pytest.mark.parametrize(
     ("kind", "adapted_layers"), [("opt", "all-linear"), ("gpt2", "all-linear"), ("opt", "k_proj")]
@@ -319,7 +295,7 @@ def test_distance_of_another_base_is_that_of_both_models(
 ):
     layers = replace(LORA, target_modules=(adapted_layers,))
     monkeypatch.setattr(sys.modules[__name__], "LORA", layers)
-    monkeypatch.setattr(other_base, "probe_ids", lambda *_: ids(1, 24))
+    monkeypatch.setattr(*DISTANCE, "probe_ids", lambda *_: ids(1, 24))
     path = model_directory(kind)
     own = saved_adapter(path, tmp_path / "adapter", trained)
     other = adapted(load(path, ModelConfig(base_bits=loaded))).train()
@@ -385,11 +361,12 @@ def test_the_device_that_is_trained_on_quantizes(model_directory, monkeypatch):
         return plain(weight, **options)
 
     monkeypatch.setattr(nf4, "quantize", noted)
-    monkeypatch.setattr(other_base, "quantize", noted)
-    for module in (stored_weights, other_base):
+    for module in (stored_weights, *DISTANCE):
         monkeypatch.setattr(module, "device", lambda: torch.device("cuda", 3))
     model = load(path)
-    other_base._rounded("", torch.randn(64, 4), False)
+    for module in DISTANCE:
+        monkeypatch.setattr(module, "quantize", noted)
+        module._rounded("", torch.randn(64, 4), False)
     assert workers == {torch.device("cuda", 3)}
     for name, codes in codes_of(model).items():
         assert torch.equal(codes, expected[name])

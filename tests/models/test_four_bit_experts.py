@@ -11,10 +11,10 @@ from dschat_lora.lora.merge import merged_state_dict
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.nf4 import quantize
 from dschat_lora.lora.targets import router_names
-from dschat_lora.models import other_base
 from dschat_lora.models.four_bit_base import whole_weights_warning
 from dschat_lora.models.loading import load_causal_lm, load_config, share_parameters
 from fakecuda.captured import tiny
+from helpers.addons import of_addon
 from helpers.rounding import assert_same_sums
 from helpers.spread import ALL
 
@@ -22,6 +22,7 @@ from helpers.spread import ALL
 KINDS = ("qwen3_moe", "gpt_oss", "hunyuan_v1_moe")
 MORE = ("mixtral", "olmoe", "granitemoe", "glm4_moe", "ernie4_5_moe")
 IDS = torch.tensor([[5, 9, 11, 3, 7, 8, 200, 41], [6, 4, 300, 2, 77, 15, 16, 400]])
+DISTANCE = of_addon("bases.distance")
 ADAPTERS = {
     "every layer": LoraConfig(lora_dim=3),
     "attention alone": LoraConfig(lora_dim=3, target_modules=("q_proj", "v_proj")),
@@ -134,6 +135,7 @@ def test_rollouts_unpack_experts_once_and_leave_the_codes(pair, config, monkeypa
         torch.testing.assert_close(logits(model), expected)
 
 
+@pytest.mark.skipif(not DISTANCE, reason="the add-on is not there")
 def test_the_distance_between_two_bases_counts_experts(pair):
     """A 16-bit base computes as the 4-bit one where its weights, experts too, are rounded so."""
     four, twin, original = pair
@@ -144,7 +146,7 @@ def test_the_distance_between_two_bases_counts_experts(pair):
             module = whole.get_submodule(parent)
             module._parameters[own] = torch.nn.Parameter(value)
         before = logits(whole)
-        with other_base._other_weights(whole, other_base._rounded):
+        with DISTANCE[0]._other_weights(whole, DISTANCE[0]._rounded):
             torch.testing.assert_close(logits(whole), logits(four), rtol=1e-4, atol=1e-5)
         assert (before - logits(four)).abs().max() > 1e-4
         assert torch.equal(logits(whole), before)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.loop.parts import rollout_rows
 from dschat_lora.rl.options.algorithms import ALGORITHMS, RolloutCorrection
-from dschat_lora.rl.options.config import RewardsConfig
+from dschat_lora.rl.options.config import RewardsConfig, RolloutConfig
+from dschat_lora.rl.options.engines import EngineFacts
 from dschat_lora.rl.response.response import Origin, Response
 from dschat_lora.rl.score.scores import shape
-from dschat_lora.rl.watch.metrics import importance_metrics, response_metrics, sampler_errors
+from dschat_lora.rl.watch.metrics import (
+    check_sampler,
+    importance_metrics,
+    response_metrics,
+    sampler_errors,
+)
 
 
 def test_sampler_error_is_over_the_tokens_that_count():
@@ -218,3 +225,26 @@ def counted():
     tokens = [sum(b.num_tokens for b in first.batches)]
     tokens.append(tokens[0] + sum(b.num_tokens for b in second.batches))
     return [tokens, texts.take_counts().num_tokens, texts.take_counts().num_tokens]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "wrong"),
+    [("fp32", 4e-4, 6e-4), ("bf16", 0.2, 0.3), ("fp16", 0.09, 0.11)],
+)
+def test_a_sampler_that_no_rounding_explains_stops_the_run(dtype, rounding, wrong):
+    check_sampler({"sampler_error": rounding}, dtype, RolloutConfig())
+    check_sampler({}, dtype, RolloutConfig())
+    with pytest.raises(
+        ValueError, match=rf"are {wrong:g} nats per token .* no rounding in {dtype}"
+    ):
+        check_sampler({"sampler_error": wrong}, dtype, RolloutConfig())
+
+
+def test_an_engine_of_another_model_stops_the_run():
+    engine = EngineFacts(in_process=False, same_model=True)
+    elsewhere = SimpleNamespace(rollout_engine="http://a", engine=engine)
+    check_sampler({"sampler_error": 0.4}, "fp32", elsewhere)
+    with pytest.raises(ValueError, match="--rollout_engine http://a draws from another model"):
+        check_sampler({"sampler_error": 0.6}, "fp32", elsewhere)
+    with pytest.raises(ValueError, match="decoded or trained wrongly here"):
+        check_sampler({"sampler_error": 0.4}, "fp32", RolloutConfig())

@@ -16,14 +16,14 @@ from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.config.options import flatten, options_that_run, parse_config
 from dschat_lora.data.cache import file_digest
 from dschat_lora.data.prepare import prepare
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import RUNS_CODE, options_to_keep, settle
+from dschat_lora.runtime.resume import options_to_keep, settle
 from helpers.attacks import Payload, elsewhere, message
 from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl
 
@@ -78,7 +78,9 @@ def test_one_that_is_typed_again_is_trusted(checkpoint):
     assert settle(parsed(*argv), stage="sft").model.trust_remote_code
 
 
-@pytest.mark.parametrize("name", sorted({*RUNS_CODE} - {"trust_remote_code"}))
+@pytest.mark.parametrize(
+    "name", sorted({*options_that_run(RlhfConfig, "code", "object")} - {"trust_remote_code"})
+)
 def test_a_checkpoint_cannot_choose_functions(checkpoint, name):
     checkpoint(**{name: "out.evil:score"})
     assert f"--{name} out.evil:score, which runs code" in message(resume, RlhfConfig)

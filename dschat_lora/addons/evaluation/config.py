@@ -27,6 +27,7 @@ class EvalConfig(ReadingConfig):
         None,
         help="module:function that scores the same answers, as a reward function of step 3 does; "
         "builtin:NAME for one that comes along",
+        runs="object",
     )
     max_new_tokens: int = option(128, help="tokens of such an answer at most")
     limit: int = option(0, help="rows to take at most, of each task too, the first ones; 0: all")

@@ -81,6 +81,7 @@ class KeepOptions:
         None,
         help="module:function that scores them instead, as in step 3; builtin:NAME for one that "
         "comes along",
+        runs="object",
     )
     min_reward: float | None = option(
         None,

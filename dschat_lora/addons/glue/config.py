@@ -161,7 +161,9 @@ class GlueConfig:
     classifier_dropout: float | None = option(
         None, help="dropout of the head, in [0, 1); the model's own when absent"
     )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    trust_remote_code: bool = option(
+        False, help="run model code that comes with a hub repository", runs="code"
+    )
 
     apply_adapter: bool = option(
         False, help="train bottleneck adapters and the head, in place of LoRA (RoBERTa, BERT)"

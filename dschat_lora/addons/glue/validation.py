@@ -8,12 +8,12 @@ from typing import Any
 
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.glue.data import find_files, read_split
+from dschat_lora.addons.loralib.seeds import check_starts_runs
 from dschat_lora.checkpoint.adapter_config import (
     is_adapter_directory,
     read_adapter_config,
     verify_adapter,
 )
-from dschat_lora.commands.seeds import check_starts_runs
 from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import read_json
 from dschat_lora.config.options import flatten

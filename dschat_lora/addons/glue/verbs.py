@@ -6,7 +6,7 @@ from typing import Any
 from dschat_lora.addons.glue.addon import ADDON
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.glue.validation import check_glue, fix_environment
-from dschat_lora.commands.seeds import once_or_by_seeds, run_experiment
+from dschat_lora.addons.loralib.seeds import once_or_by_seeds, run_experiment
 from dschat_lora.runtime.stage_main import exits, late, run_main
 
 

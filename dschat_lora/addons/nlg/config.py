@@ -112,7 +112,9 @@ class DecodeConfig:
     attn_implementation: Literal["auto", "sdpa", "eager"] = option(
         "auto", help="attention kernel of transformers; auto: sdpa where it has it, else eager"
     )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    trust_remote_code: bool = option(
+        False, help="run model code that comes with a hub repository", runs="code"
+    )
     seed: int = option(1234, help="accepted from the original; the search draws nothing")
     platform: Literal["local", "k8s", "azure", "philly"] = classic("local", help=_PLATFORM)
     dry_run: bool = option(False, help="check options, files and data, and stop")

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dschat_lora.addons.loralib.seeds import show_spreads, spreads
 from dschat_lora.addons.nlg import metrics
 from dschat_lora.addons.nlg.config import EvaluateConfig, MetricName, Profile
 from dschat_lora.addons.nlg.metrics import References, Score, Texts
 from dschat_lora.addons.nlg.predictions import Prediction, chosen_predictions, cleaner
 from dschat_lora.addons.nlg.ter import pyter, ter
-from dschat_lora.commands.seeds import show_spreads, spreads
 from dschat_lora.config.options import fail
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.terminal import error_message, log_once, table

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dschat_lora.addons.loralib.seeds import check_starts_runs
 from dschat_lora.addons.nlg.config import (
     CARDS,
     DecodeConfig,
@@ -19,7 +20,6 @@ from dschat_lora.addons.nlg.predictions import chosen_predictions, predictions_t
 from dschat_lora.algos.schedules import constant, cosine, cycle, linear
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.history import STATE_FILE
-from dschat_lora.commands.seeds import check_starts_runs
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.rows import check_sources

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from dschat_lora.addons.loralib.seeds import once_or_by_seeds, run_experiment
 from dschat_lora.addons.nlg.addon import ADDON
 from dschat_lora.addons.nlg.config import DecodeConfig, EvaluateConfig, FormatConfig, NlgConfig
 from dschat_lora.addons.nlg.predictions import run_format, scorer_arguments
@@ -13,7 +14,6 @@ from dschat_lora.addons.nlg.validation import (
     check_format,
     check_training,
 )
-from dschat_lora.commands.seeds import once_or_by_seeds, run_experiment
 from dschat_lora.config.options import chosen_verb
 from dschat_lora.runtime.stage_main import exits, late, run_main
 

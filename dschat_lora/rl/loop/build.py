@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, make_rows
 from dschat_lora.engine.build import TrainEngine
@@ -37,7 +38,6 @@ from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.response.batch import Batching
-from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
@@ -97,20 +97,6 @@ def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
     )
 
 
-def make_diagnostics(setup: RlhfSetup) -> Diagnostics:
-    """What warns of failures."""
-    config = setup.config
-    return Diagnostics(
-        setup.models.settings["actor"].dtype,
-        samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
-        engine=config.batch.rollout_engine,
-        samplers_logprobs=config.ppo.use_rollout_logprobs,
-        learns_from_rewards=not config.ppo.rules.distills,
-        guards=config.ppo.guard != "off",
-        kl_budget=config.ppo.kl_budget,
-    )
-
-
 def make_throughput(
     setup: RlhfSetup, engines: Engines, pretraining: "Pretraining | None"
 ) -> Throughput:
@@ -150,8 +136,9 @@ def make_parts(
 
         average = MovingAverage(actor, classic.ema_decay)
     of_parts = RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier)
-    own = [UserPart(name, replace(of_parts, files={})) for name in classic.parts]
+    own: list[Any] = [UserPart(name, replace(of_parts, files={})) for name in classic.parts]
     entropy = EntropyTarget(config.ppo.target_entropy, progress)
+    own += [each.part(setup) for each in groups_of(config, "part")]
     parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
     return Parts([part for part in parts if part is not None])
 

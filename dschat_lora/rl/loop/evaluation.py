@@ -13,12 +13,12 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.report.log import rlhf_eval_line
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.engines import Engines, make_experience, with_reward_model
+from dschat_lora.rl.loop.parts import Parts
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardFunctions
 from dschat_lora.rl.score.user_functions import TrainerState
-from dschat_lora.rl.watch.diagnostics import Diagnostics
 from dschat_lora.rl.watch.metrics import agent_metrics, rewards_by_name, turn_metrics
 from dschat_lora.runtime.loop import AnswerLog, EvalResults
 
@@ -33,7 +33,7 @@ class RlhfEvaluator:
     setup: RlhfSetup
     engines: Engines
     generator: Generator
-    diagnostics: Diagnostics
+    parts: Parts
     state_of_run: Callable[[], TrainerState]
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class RlhfEvaluator:
         shown = greedy[: run.config.run.sample_generations]
         # Of those after training, the latest are kept.
         self._shown.show("after" if step else "before", ((r.prompt, r.tokens) for r in shown))
-        for message in self.diagnostics.evaluation(metrics):
+        for message in self.parts.warnings("after_evaluation", metrics):
             run.log.report_event(step, "warning", message)
 
     def before_and_after(self) -> dict[str, float]:

@@ -36,6 +36,8 @@ ROWS_BY_TOKEN = 4
 
 
 CALLED = ("after_step", "after_iteration", "before_checkpoint")
+# Of the parts of add-ons, which their options make by ``part(setup)``.
+_CALLED = (*CALLED, "after_log", "after_evaluation", "stopped_by")
 
 
 class Part(Protocol):
@@ -61,6 +63,15 @@ class Part(Protocol):
     def before_checkpoint(self) -> None:
         """Before a checkpoint is written."""
 
+    def after_log(self, metrics: Mapping[str, Any]) -> Sequence[str]:
+        """Warnings of an iteration, once its metrics are in the log; of an add-on's part."""
+
+    def after_evaluation(self, metrics: Mapping[str, Any]) -> Sequence[str]:
+        """Warnings of an evaluation on held-out prompts; of an add-on's part."""
+
+    def stopped_by(self) -> str:
+        """The option that ends the run with a checkpoint; empty: it goes on. An add-on's part."""
+
 
 class Parts:
     """All parts of a run, in order; call methods on every rank."""
@@ -79,7 +90,7 @@ class Parts:
         self._parts = parts
         self._failure: PartError | None = None
         self._called = {
-            name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in CALLED
+            name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in _CALLED
         }
 
     def after_step(self, result: StepResult) -> None:
@@ -98,6 +109,15 @@ class Parts:
             except PartError as error:
                 self._failure = error
         return found
+
+    def warnings(self, moment: str, metrics: Mapping[str, Any]) -> list[str]:
+        """Those ``after_log`` or ``after_evaluation``."""
+        return [text for function in self._called[moment] for text in function(metrics)]
+
+    def stopped_by(self) -> str:
+        """The option of a part that ends the run; empty where none does."""
+        asked = [function() for function in self._called["stopped_by"]]
+        return next(filter(None, asked), "")
 
     def check(self) -> None:
         """Raise what failed of the user's, once the iteration is in the log.

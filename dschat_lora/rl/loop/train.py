@@ -64,7 +64,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
     _announce(config, schedule, run.log.say)
-    evaluator = RlhfEvaluator(setup, engines, generator, trainer.diagnostics, trainer.state)
+    evaluator = RlhfEvaluator(setup, engines, generator, trainer.parts, trainer.state)
     checkpointer = _make_checkpointer(trainer, evaluator)
     checkpointer.restore(num_steps=schedule.num_steps)
     progress.begin_at(config.ppo)
@@ -77,17 +77,15 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
         log=run.log,
     )
 
-    def stop_if_guarded(*, last: bool) -> None:
-        if config.ppo.guard == "stop" and not last:
-            (failed,) = sum_over_processes([float(trainer.diagnostics.failed)])
-            if failed:
-                checkpointer.stop(progress.step, by="--guard stop")
+    def stop_if_asked(*, last: bool) -> None:
+        if not last and (by := trainer.parts.stopped_by()):
+            checkpointer.stop(progress.step, by=by)
 
     scales_loss, keeps_cache = setup.models.settings["actor"].dtype == "fp16", True
     with _failures_saved(checkpointer, progress, generator.engine), run.interrupts.deferred():
         loop.begin()
         # The evaluation of a run that goes on may be the one that its stop came before.
-        stop_if_guarded(last=progress.iteration == schedule.num_iterations)
+        stop_if_asked(last=progress.iteration == schedule.num_iterations)
         while progress.iteration < schedule.num_iterations:
             skipped = trainer.iterate()
             own = [*checkpointer.requests(), float(generator.engine.released)]
@@ -97,7 +95,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
                 generator.engine.release()
                 run.log.report_event(progress.step, "note", NOTE, label="note")
             last = loop.after_iteration(requests, skipped=skipped, scales_loss=scales_loss)
-            stop_if_guarded(last=last)
+            stop_if_asked(last=last)
     if progress.responses and not progress.step:
         raise ValueError(
             f"none of the {progress.responses:,} responses of {progress.iteration} iterations "
@@ -203,7 +201,6 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         parts={
             "progress": trainer.progress,
             **trainer.sampler.parts,
-            "watch": trainer.diagnostics,
             "evaluation": evaluator,
             **trainer.parts.stateful(),
         },

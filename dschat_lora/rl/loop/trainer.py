@@ -19,7 +19,6 @@ from dschat_lora.rl.learn.experience import (
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.loop.build import (
     make_batching,
-    make_diagnostics,
     make_generator,
     make_parts,
     make_pretraining,
@@ -30,14 +29,14 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
-from dschat_lora.rl.watch.metrics import iteration_metrics
+from dschat_lora.rl.watch.metrics import check_sampler, iteration_metrics
 from dschat_lora.runtime.loop import standard_schedule
 
 
 class RlhfTrainer:
     """Makes one iteration after another; call methods on every rank.
 
-    ``progress``, ``sampler``, ``diagnostics`` and ``parts`` are kept up to date.
+    ``progress``, ``sampler`` and ``parts`` are kept up to date.
     """
 
     def __init__(self, setup: RlhfSetup, engines: Engines) -> None:
@@ -69,7 +68,6 @@ class RlhfTrainer:
                 else self._planned.first_batches
             ),
         )
-        self.diagnostics = make_diagnostics(setup)
         self.parts = make_parts(setup, self.progress, self.pretraining)
         self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
 
@@ -212,12 +210,12 @@ class RlhfTrainer:
         metrics |= of_parts
         config, log = self.config, self.setup.run.log
         iteration, total = self.progress.iteration, self.schedule.num_iterations
-        self.diagnostics.check(metrics)
+        check_sampler(metrics, self.setup.models.settings["actor"].dtype, config.batch)
         log.write("train", self.progress.step, metrics)
         log.advance()
         if iteration % config.run.logging_steps == 0 or iteration == total:
             log.say_metrics(rlhf_line(iteration, total, metrics))
-        for message in self.diagnostics.iteration(metrics):
+        for message in self.parts.warnings("after_log", metrics):
             log.report_event(self.progress.step, "warning", message)
         interval = 1 if config.classic.print_answers else config.classic.print_answers_interval
         if interval and (iteration - 1) % interval == 0:

@@ -233,6 +233,7 @@ class PpoConfig:
         help="how the actor learns\nppo has a critic; reinforce_pp has none; distill follows a "
         "teacher in the place of a reward; the others compare the responses to a prompt",
         names=tuple(ALGORITHMS),
+        runs="part",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
     kl_coef: float = of_divergence("weight of the divergence from the reference (0.1 or 0)")
@@ -328,15 +329,6 @@ class PpoConfig:
         help="end an iteration's updates when the policy has moved this far from where it began "
         "(mean nats per token); 0: never",
     )
-    guard: Literal["warn", "stop", "off"] = option(
-        "warn",
-        help="where the entropy collapses, responses double or halve their length or stop to end, "
-        "the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is "
-        "spent: warn, stop with a checkpoint, or go on silently (off)",
-    )
-    kl_budget: float = option(
-        0.0, help="divergence from the reference that --guard allows, nats per response; 0: any"
-    )
 
     def __post_init__(self) -> None:
         defaults = dict(vars(self.rules))
@@ -347,7 +339,7 @@ class PpoConfig:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs", "kl_horizon")
         weights = ("kl_coef", "entropy_coef", "importance_cap")
-        targets = ("adaptive_kl_target", "target_kl", "target_entropy", "kl_budget")
+        targets = ("adaptive_kl_target", "target_kl", "target_entropy")
         counts = ("dynamic_sampling", "critic_warmup_iterations")
         require_numbers(self, ">= 0", *weights, *targets, *counts)
         require_numbers(self, "in [0, 1]", "gamma", "lam")
@@ -355,12 +347,6 @@ class PpoConfig:
         temperatures = ("sapo_temperature_pos", "sapo_temperature_neg")
         require_numbers(self, "> 0", "rollout_is_threshold", *clips, *temperatures)
         require(not 0 < self.dual_clip <= 1, "dual_clip", self.dual_clip, "> 1, or 0 for none")
-        if self.kl_budget and (self.guard == "off" or self.rules.distills):
-            other = "--algorithm distill" if self.rules.distills else "--guard off"
-            raise ValueError(
-                f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
-                f"{other} does not watch: leave one of them out"
-            )
         lower = self.rollout_is_threshold_lower
         require(
             0 <= lower < self.rollout_is_threshold,

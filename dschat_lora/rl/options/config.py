@@ -96,7 +96,7 @@ class RolloutConfig:
         "and reinforce_pp, which do not compare them; 8, or fewer that divide "
         "--per_device_generation_batch_size"
     )
-    rollout_engine: str = option("own", help=engines_help())
+    rollout_engine: str = option("own", help=engines_help(), runs="part")
     oversample: float = option(
         1.0,
         help="begin the responses to so many times the prompts of an iteration, and end when those "
@@ -132,6 +132,7 @@ class RolloutConfig:
         "module:Player with play(tasks, draw, *, key), which makes the responses; or "
         "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
         "mcp:URL, whose tools are offered",
+        runs="object",
     )
     max_turns: int = option(
         8,
@@ -224,6 +225,7 @@ class RewardsConfig:
         "model\none or several, instead of it or added to it, with the arguments of TRL, verl or "
         "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for "
         "one that comes along; the http:// address of a server that is asked as OpenRLHF asks one",
+        runs="object",
     )
     reward_weights: tuple[float, ...] = option(
         (),
@@ -235,6 +237,7 @@ class RewardsConfig:
         (),
         help="functions, named as those of --reward_function: where one of them scores 0 or less, "
         "the response scores at most 0, whatever else it is worth",
+        runs="object",
     )
     reward_batch: Literal["all", "group"] = option(
         "all",
@@ -261,6 +264,7 @@ class RewardsConfig:
     judge_function: str | None = option(
         None,
         help="module:function that judges held-out responses at evaluations; never trained on",
+        runs="object",
         section="evaluation",
         when="eval_prompts",
     )
@@ -326,6 +330,7 @@ class ClassicConfig:
         (),
         help="module:Class, one or several, of objects that are told of every step and iteration "
         "(after_step, after_iteration): metrics, logs and coefficients of your own",
+        runs="object",
         section="training",
     )
     log_rollouts: int = option(

@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,16 @@ from dschat_lora.algos.segments import to_device
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, idle_groups
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import Algorithm, RolloutCorrection
-from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.response.response import TIMED_OUT, Response
 from dschat_lora.rl.score.scores import REWARD_MODEL, Shaped
 from dschat_lora.runtime.loop import rate_metrics
+
+# The decode loop computes one token at a time, by other kernels: mean error in nats per token.
+SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
+SAMPLER_LIMIT = 5  # so many times that no rounding explains
+# Mean distance in nats per token from another engine that no kernels or types explain.
+ENGINE_LIMIT = 0.5
 
 
 def iteration_metrics(
@@ -226,3 +233,28 @@ def sampler_errors(experience: Experience, *, bounds: bool = False) -> dict[str,
         if errors.isnan().any():  # an engine that knows none
             return {}
     return {"sampler_error": float(errors.mean()), "sampler_error_max": float(errors.max())}
+
+
+def check_sampler(metrics: Mapping[str, Any], dtype: str, rollouts: RolloutConfig) -> None:
+    """Stop a run whose responses are another policy's than the one that learns.
+
+    Raises:
+        ValueError: if the two passes differ by more than rounding could make of them.
+    """
+    found, limit = metrics.get("sampler_error", 0.0), SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype]
+    engine = rollouts.engine
+    if found <= min(limit, ENGINE_LIMIT) or not engine.same_model:
+        return
+    # An older adapter is another policy.
+    if not engine.in_process and found > ENGINE_LIMIT and not metrics.get("rollout_version_lag"):
+        raise ValueError(
+            f"--rollout_engine {rollouts.rollout_engine} draws from another model: its "
+            f"log-probabilities are {found:.2g} nats per token from the actor's (more than "
+            f"{ENGINE_LIMIT:g}); does it serve the actor's base, in like types?"
+        )
+    if engine.in_process and found > limit:
+        raise ValueError(
+            f"the decode loop's log-probabilities are {found:.2g} nats per token from those that "
+            f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
+            "model is decoded or trained wrongly here, and the run stops"
+        )

@@ -15,7 +15,7 @@ from dschat_lora.addons.glue.bottleneck import AdaptedOutput, add_adapters, is_a
 from dschat_lora.addons.glue.callback import best_before
 from dschat_lora.addons.glue.config import TASKS, GlueConfig
 from dschat_lora.addons.glue.trainer import mean_loss, with_second_pass
-from dschat_lora.commands.seeds import run_seeds
+from dschat_lora.addons.loralib.seeds import run_seeds
 from dschat_lora.config.options import parse_config
 from dschat_lora.report.directory import is_unfinished
 from helpers.glue_toys import LORA, read_jsonl

@@ -1,4 +1,4 @@
-"""Several runs that differ by their seed, and the median and deviation of their measures."""
+"""Runs of an experiment of LoRA's paper by several seeds, and the spread of their measures."""
 
 import json
 import os

@@ -6,81 +6,29 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
-from dschat_lora.rl.options.engines import engine_facts
+from dschat_lora.engine.distributed import sum_over_processes
+from dschat_lora.rl.options.engines import EngineFacts
+from dschat_lora.rl.watch.metrics import SAMPLER_TOLERANCE
 
 WINDOW = 5  # iterations that a diagnosis is made over
-
-
 PATIENCE = 20  # iterations before the critic is expected to explain anything
-
-
 # Old and new log-probabilities come from one code path and may differ by rounding alone.
 RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
-
-
-# The decode loop computes one token at a time, by other kernels: mean error in nats per token.
-SAMPLER_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.02}
-
-
-# So many times that no rounding explains.
-SAMPLER_LIMIT = 5
-
-
-# Mean distance in nats per token from another engine that no kernels or types explain.
-ENGINE_LIMIT = 0.5
-
-
 # Divergence of sampler and policy in nats per token, and share of tokens without weight, that are
 # worth a warning.
 MISMATCH_TOLERANCE, MASKED_TOLERANCE = 0.01, 0.2
-
-
 # Mean length of responses by that of the first window, up or down, that is a drift.
 LENGTH_DRIFT = 2
-
-
 # Standard errors of a difference that are a fall, where nothing else is compared.
 FALL = 2.0
-
-
 # Failures that --guard is about; the others are warned of in any case.
 GUARDED = frozenset({"entropy", "eos", "length", "kl_budget", "judge", "held_out"})
-
-
 _METRICS = (
     *("kl", "kl_standard_error", "eos_rate", "entropy", "explained_variance", "reward_std"),
     *("failed_episodes", "response_length", "ratio_error", "score_clip_fraction"),
     *("sampler_error", "rollout_kl", "rollout_ratio_max", "rollout_version_lag"),
     *("importance_weight", "importance_masked", "reward", "dropped", "samples", "undrawn"),
 )
-
-
-def check_sampler(metrics: Mapping[str, Any], dtype: str, engine: str = "own") -> None:
-    """Stop a run whose responses are another policy's than the one that learns.
-
-    Raises:
-        ValueError: if the two passes differ by more than rounding could make of them.
-    """
-    found, limit = metrics.get("sampler_error", 0.0), SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype]
-    if found <= min(limit, ENGINE_LIMIT):
-        return
-    facts = engine_facts(engine)
-    if not facts.same_model:
-        return
-    here, lags = facts.in_process, metrics.get("rollout_version_lag")
-    # An older adapter is another policy.
-    if not here and found > ENGINE_LIMIT and not lags:
-        raise ValueError(
-            f"--rollout_engine {engine} draws from another model: its log-probabilities are "
-            f"{found:.2g} nats per token from the actor's (more than {ENGINE_LIMIT:g}); does it "
-            "serve the actor's base, in like types?"
-        )
-    if here and found > limit:
-        raise ValueError(
-            f"the decode loop's log-probabilities are {found:.2g} nats per token from those that "
-            f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
-            "model is decoded or trained wrongly here, and the run stops"
-        )
 
 
 @dataclass
@@ -90,14 +38,16 @@ class Diagnostics:
     ``failed`` says whether one that is guarded was warned of since the latest iteration began.
     """
 
+    name = "watch"
+
     dtype: str  # compute type, which bounds rounding errors
     # Responses come from the very policy that is compared with the reference: no top-p, no top-k,
     # no greedy choice.
     samples_tokens: bool
-    engine: str = "own"
+    engine: EngineFacts
     samplers_logprobs: bool = False  # old log-probabilities are the decode loop's
     learns_from_rewards: bool = True
-    guards: bool = True  # whether those of GUARDED are looked for
+    guard: str = "warn"  # or "stop"; "off": those of GUARDED are not looked for
     kl_budget: float = 0.0  # nats per response; 0: any
     failed: bool = False
     first: list[dict[str, float]] = field(default_factory=list)
@@ -106,11 +56,7 @@ class Diagnostics:
     evaluations: list[dict[str, float]] = field(default_factory=list)
     active: list[str] = field(default_factory=list)  # failures that were warned of
 
-    def check(self, metrics: Mapping[str, Any]) -> None:
-        """Stop a run by :func:`check_sampler`."""
-        check_sampler(metrics, self.dtype, self.engine)
-
-    def iteration(self, metrics: Mapping[str, Any]) -> list[str]:
+    def after_log(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an iteration with these metrics."""
         row = _numbers(metrics, _METRICS)
         self.iterations, self.failed = self.iterations + 1, False
@@ -138,7 +84,7 @@ class Diagnostics:
             }
         return self._new(found)
 
-    def evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
+    def after_evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
         ends = ("", "_standard_error", "_change_standard_error")
         row = _numbers(metrics, [f"{name}{end}" for name in ("reward", "judge") for end in ends])
@@ -146,6 +92,13 @@ class Diagnostics:
             row["train_reward"] = trained
         self.evaluations.append(row)
         return self._new({"judge": self._judged(), "held_out": self._held_out()})
+
+    def stopped_by(self) -> str:
+        """``--guard stop`` where a failure ends the run; called on every rank."""
+        if self.guard != "stop":
+            return ""
+        (failed,) = sum_over_processes([float(self.failed)])
+        return "--guard stop" if failed else ""
 
     def state(self) -> dict[str, Any]:
         names = ("first", "latest", "iterations", "evaluations")
@@ -160,7 +113,7 @@ class Diagnostics:
 
     def _new(self, found: dict[str, str | None]) -> list[str]:
         """The messages of failures that were not active; ``found`` is by name, None: none."""
-        if not self.guards:
+        if self.guard == "off":
             found = {name: text for name, text in found.items() if name not in GUARDED}
         new = [text for name, text in found.items() if text and name not in self.active]
         self.failed |= any(text in new for name, text in found.items() if name in GUARDED)
@@ -192,7 +145,7 @@ class Diagnostics:
         remedy = "the same types for weights, adapter and cache on both sides make it smaller"
         if row.get("rollout_version_lag"):
             remedy = "fewer --rollouts_ahead, or a smaller learning rate, make it smaller"
-        if engine_facts(self.engine).same_model:
+        if self.engine.same_model:
             words += f"; {remedy}"
         return (
             f"responses are drawn from a policy that is {kl:.2g} nats per token from the one "
@@ -210,7 +163,7 @@ class Diagnostics:
 
     def _sampler(self, row: dict[str, float]) -> str | None:
         limit = SAMPLER_TOLERANCE[self.dtype]
-        if row.get("sampler_error", 0.0) <= limit or not engine_facts(self.engine).exact:
+        if row.get("sampler_error", 0.0) <= limit or not self.engine.exact:
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "

@@ -1,9 +1,8 @@
-"""An adapter on another base than its own: what a load says of it, with the distance measured."""
+"""How far apart a model is on the base that its adapter was trained on, and on another one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -13,67 +12,25 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from dschat_lora.checkpoint.export import probe_logits
-from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.experts import expert_holders, fused_experts
 from dschat_lora.lora.layers import LoraLinear, is_transposed, values_of
+from dschat_lora.lora.merge import merge_deviation
 from dschat_lora.lora.names import is_inside
 from dschat_lora.lora.nf4 import NF4Linear, quantize
-from dschat_lora.lora.parallel import group_of
 from dschat_lora.lora.targets import is_plain_linear, router_names
-from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.source import ModelSource
 from dschat_lora.models.stored_weights import StoredWeights
+from dschat_lora.runtime.merge import probe_ids
 
-# Tokens of a probe on which a merged model is compared, and an adapter on two bases.
-MERGE_PROBE, BASE_PROBE = 256, 48
+PROBE = 48  # tokens
 # A weight in its own layout: of its name, what the model holds, and whether that is (in, out).
 Weights = Callable[[str, Tensor, bool], Tensor]
 
 
-def probe_ids(tokenizer: Tokenizer, positions: int | None, most: int = MERGE_PROBE) -> Tensor:
-    """(1, T) token ids of bundled texts, T at most ``most`` and the model's positions."""
-    with BUNDLED_DATA["eval"].open(encoding="utf-8") as file:
-        ids = [token for line in islice(file, 8) for token in tokenizer(line)["input_ids"]]
-    return torch.tensor([ids[: min(most, positions or most)]])
-
-
-def base_warning(
-    model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, *, bits: int
-) -> str | None:
-    """What to say where the adapter of ``source`` is not on the base that it was trained on.
-
-    Args:
-        model: with that adapter, on ``bits`` bits, not sharded.
-        source: of base and adapter.
-        tokenizer: of the model.
-        bits: of the base that it is on, 16 or 4.
-
-    Returns:
-        None where the base is the adapter's own, or nothing is known of that.
-    """
-    own = source.adapter_config
-    if own is None or own.base_bits is None:
-        return None
-    where = f"the adapter {source.adapter} was trained on"
-    if own.base_fingerprint and own.base_fingerprint != weights_fingerprint(source.base):
-        return (
-            f"{where} other weight files than {source.base} holds now; answers may differ from "
-            "those that it was trained to give"
-        )
-    if own.base_bits == bits:
-        return None
-    words = f"{where} a {own.base_bits}-bit base, and this one has {bits} bits"
-    if group_of(model) is None and not any(p.is_meta for p in model.parameters()):
-        words += f": {_distance(model, source, tokenizer, bits):.2g} nats per token (KL) apart"
-    return f"{words}; --base_bits {own.base_bits} gives its own"
-
-
-def _distance(
-    model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, bits: int
-) -> float:
+def distance(model: PreTrainedModel, source: ModelSource, tokenizer: Tokenizer, bits: int) -> float:
     """KL from the model on the adapter's own base to the model as it is, in nats per token."""
-    ids = probe_ids(tokenizer, getattr(model.config, "max_position_embeddings", None), BASE_PROBE)
+    ids = probe_ids(tokenizer, getattr(model.config, "max_position_embeddings", None), PROBE)
     weights: Weights = _rounded
     if bits != 16:
         stored = StoredWeights(model, source.base)
@@ -86,8 +43,6 @@ def _distance(
             there = probe_logits(model, ids)
     finally:
         model.train(training)
-    from dschat_lora.lora.merge import merge_deviation
-
     mask = torch.ones(here.shape[:-1], dtype=torch.bool)
     return merge_deviation(there, here, mask).kl_nats_per_token
 

@@ -5,6 +5,7 @@ import json
 import peft
 import pytest
 import torch
+from gguf_files import save_gguf
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from dschat_lora.checkpoint.quantization import stored_kind
+from dschat_lora.config import addons
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.layers import values_of
 from dschat_lora.lora.model import apply_lora
@@ -23,7 +26,6 @@ from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
-from helpers.gguf_files import save_gguf
 from helpers.quantised import AWQ, FP8, GPTQ, MXFP4_VALUES, awq, fp8, gptq, rewrite, save_gpt_oss
 from helpers.roles import Words
 from helpers.tiny import SHAPE
@@ -212,6 +214,7 @@ GGUF_NAMES = {
 
 
 @pytest.mark.parametrize(("name", "reason"), GGUF_NAMES.values(), ids=GGUF_NAMES)
+@pytest.mark.smoke
 def test_names_of_gguf_files(name, reason):
     if reason is None:
         assert find_model(name).base == name
@@ -229,3 +232,45 @@ def test_nibbles_of_mxfp4_are_those_of_the_standard():
         for mantissa in (0, 1)
     ]
     assert list(MXFP4_VALUES) == by_hand
+
+
+OTHERS = {
+    "gptq of an odd width": ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits, gptq"),
+    "gptq for a kernel": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        "gptq of 4 bits, marlin",
+    ),
+    "awq for vectors": (
+        {"quant_method": "awq", "bits": 4, "version": "GEMV"},
+        "awq of 4 bits, gemv",
+    ),
+    "compressed": ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+    "hqq": ({"quant_method": "hqq"}, "hqq"),
+    "fp4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes fp4"),
+}
+
+
+@pytest.mark.parametrize(("fields", "kind"), OTHERS.values(), ids=OTHERS)
+def test_other_quantisations_are_refused_in_one_line(fields, kind, model_directory, tmp_path):
+    config = json.loads((load_config(model_directory("opt"), ModelConfig())).to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
+    with pytest.raises(
+        ValueError, match=rf"is quantised \({kind}\), which cannot be trained on: bitsandbytes' nf4"
+    ) as told:
+        load_config(str(tmp_path), ModelConfig())
+    assert "\n" not in str(told.value)
+
+
+def test_a_form_of_an_add_on_that_is_not_installed_is_refused_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(addons, "installed", dict)
+    addons.provided.cache_clear()
+    for name, fields, form in (
+        ("some/model", {"quantization_config": GPTQ}, "gptq"),
+        ("some/model.gguf", {}, "gguf"),
+    ):
+        words = (
+            f"--model_name_or_path {name}: {form} is of the add-on bases, which is not installed"
+        )
+        with pytest.raises(ValueError, match=f"^{words}$"):
+            stored_kind(fields, name)
+    addons.provided.cache_clear()

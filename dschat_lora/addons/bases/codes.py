@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
 from dschat_lora.lora.layers import is_transposed
@@ -81,10 +82,12 @@ def dequantizer(kind: str, settings: Mapping[str, Any], model: nn.Module) -> HfQ
     """What has transformers' rules of conversion give values of weights that are stored so.
 
     Args:
-        kind: int8, gptq or awq.
+        kind: int8, gptq, awq, or one of which transformers gives values itself.
         settings: the ``quantization_config`` of the files.
         model: whose weights they are.
     """
+    if kind not in _PARTS:
+        return AutoHfQuantizer.from_config({**settings, "dequantize": True})
     functions: dict[str, Callable[..., Tensor]] = {
         "int8": int8_values,
         "gptq": partial(

@@ -1,0 +1,65 @@
+"""Options of warnings, and the part of a run that warns."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from dschat_lora.config.groups import require_numbers
+from dschat_lora.config.options import option
+
+if TYPE_CHECKING:
+    from dschat_lora.addons.diagnostics.diagnostics import Diagnostics
+    from dschat_lora.rl.loop.setup import RlhfSetup
+    from dschat_lora.rl.options.config import RlhfConfig
+
+
+@dataclass(frozen=True)
+class DiagnosticsOptions:
+    """What a run does where it spoils the model."""
+
+    section = "algorithm"
+
+    guard: Literal["warn", "stop", "off"] = option(
+        "warn",
+        help="where the entropy collapses, responses double or halve their length or stop to end, "
+        "the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is "
+        "spent: warn, stop with a checkpoint, or go on silently (off)",
+    )
+    kl_budget: float = option(
+        0.0, help="divergence from the reference that --guard allows, nats per response; 0: any"
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "kl_budget")
+        if self.guard == "off":
+            self._check_watched("--guard off")
+
+    def check(self, config: "RlhfConfig") -> None:
+        """Refuse a budget of what is not measured.
+
+        Raises:
+            ValueError: naming both options.
+        """
+        if config.ppo.rules.distills:
+            self._check_watched("--algorithm distill")
+
+    def _check_watched(self, other: str) -> None:
+        if self.kl_budget:
+            raise ValueError(
+                f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
+                f"{other} does not watch: leave one of them out"
+            )
+
+    def part(self, setup: "RlhfSetup") -> "Diagnostics":
+        """What warns of failures."""
+        from dschat_lora.addons.diagnostics.diagnostics import Diagnostics
+
+        config = setup.config
+        return Diagnostics(
+            setup.models.settings["actor"].dtype,
+            samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
+            engine=config.batch.engine,
+            samplers_logprobs=config.ppo.use_rollout_logprobs,
+            learns_from_rewards=not config.ppo.rules.distills,
+            guard=self.guard,
+            kl_budget=self.kl_budget,
+        )
