@@ -36,6 +36,8 @@ OLD_NAMES = {
     "lora.loralib": "addons.loralib.loralib addons.loralib",
     "lora.loralib.layers": "addons.loralib.layers",
     "lora.loralib.utils": "addons.loralib.utils",
+    "lora.mixed": "addons.serving.mixed",
+    "lora.shared": "addons.tinker.shared",
     "models.dequantize": "addons.bases.codes",
     "models.families": "addons.planning.families",
     "models.other_base": "addons.bases.distance models.build runtime.merge",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,10 +36,15 @@ from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
 
-if TYPE_CHECKING:
-    from dschat_lora.lora.mixed import AdapterRows
-
 SCORED_TOKENS = 512  # of a prompt, whose logits are held at a time
+
+
+class ChosenAdapters(Protocol):
+    """Which adapter each row of the next forward pass uses: 0 is the base, 1 the first one."""
+
+    def choose(self, numbers: Sequence[int] | Tensor, width: int) -> None:
+        """Set the adapter of each row of a batch that is ``width`` tokens wide."""
+        ...
 
 
 class SlotCache(RecurrentStates):
@@ -175,7 +180,7 @@ class SlotRows:
     def __init__(
         self,
         model: PreTrainedModel,
-        adapters: "AdapterRows | None" = None,
+        adapters: ChosenAdapters | None = None,
         *,
         pad_id: int,
         prefix_cache: bool = True,

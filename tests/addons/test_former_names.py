@@ -141,6 +141,8 @@ FORMER = {
     ),
     "lora.loralib.layers": "LoRALayer FrozenLinear Linear MergedLinear Embedding LoraConv ConvLoRA",
     "lora.loralib.utils": "lora_state_dict mark_only_lora_as_trainable merged_copy",
+    "lora.mixed": "AdapterRows MixedLinear MixedExperts MixedModule mix_adapters",
+    "lora.shared": "Part SharedLoraLinear",
     "models.dequantize": "int8_values gptq_values awq_values dequantizer",
     "models.other_base": "Weights probe_ids base_warning",
     "pipeline.doctor": (

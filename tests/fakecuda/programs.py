@@ -26,7 +26,6 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
-from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.blocks import compile_blocks, offload_inputs, recompute_blocks
@@ -35,6 +34,7 @@ from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
+from helpers.addons import of_addon
 
 CUDA = torch.device("cuda", 0)
 
@@ -187,11 +187,12 @@ def serve(shape, *, layers, card="h200", adapters=2, steps=40, drafts=0):
         watch.truth = False
         model = shapes.random_base(size, dtype=torch.bfloat16, device=CUDA).eval()
         model.requires_grad_(False)
-        numbers = AdapterRows(CUDA)
+        (mixed,) = of_addon("serving.mixed")
+        numbers = mixed.AdapterRows(CUDA)
         copies = [share_parameters(model) for _ in range(adapters)]
         for copy in copies:
             apply_lora(copy, LoraConfig(lora_dim=8), seed=0)
-        mix_adapters(model, copies, rows=numbers)
+        mixed.mix_adapters(model, copies, rows=numbers)
         rows = SlotRows(model, numbers, pad_id=1, num_drafts=drafts)
         with torch.no_grad(), rows.kernels():
             rows.join([[5] * 20, [6] * 30, [7] * 100], [0, 1, adapters])

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from helpers.addons import of_the_whole
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
@@ -88,6 +89,7 @@ def test_cudnn_plans_attention_of_steps_and_where_it_is_asked_for_of_prompts(fak
     assert found == [[1, 128], [1, 256], [64, 64], [128, 128], [192, 192], [248, 248]]
 
 
+@of_the_whole
 @pytest.mark.thorough
 def test_requests_that_come_and_go_replay_steps(fake_device):
     found = fake_device.run("fakecuda.programs:serve", shape="opt-1.3b", layers=2)
@@ -98,6 +100,7 @@ def test_requests_that_come_and_go_replay_steps(fake_device):
     assert {place.split()[-1] for place in found["waits"]} == {"record"}
 
 
+@of_the_whole
 @pytest.mark.thorough
 def test_steps_with_drafts_have_graphs_of_their_own(fake_device):
     options = {"shape": "opt-1.3b", "layers": 2, "steps": 10}

@@ -9,13 +9,14 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from dschat_lora.generation.prefix_cache import MIN_PREFIX
 from dschat_lora.generation.slots import SlotCache, SlotRows
-from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.loading import share_parameters
+from helpers.addons import of_addon
 from helpers.rounding import assert_same_sums
 from helpers.tiny import SHAPE, VOCAB, adapted, tiny_model
 from helpers.unusual import unusual_model
 
 CPU = torch.device("cpu")
+MIXED = of_addon("serving.mixed")
 
 
 def sliding_model():
@@ -180,11 +181,12 @@ def test_a_prompt_takes_the_longest_of_several_that_begin_as_it_does():
         assert served.join([text]) == [30]
 
 
+@pytest.mark.skipif(not MIXED, reason="the add-on is not there")
 def test_adapters_share_nothing_with_one_another_or_the_base():
     base = tiny_model("llama")
     models = [base, *(adapted(base, seed) for seed in range(2))]
-    model, chosen = share_parameters(base), AdapterRows(CPU)
-    mix_adapters(model, models[1:], rows=chosen)
+    model, chosen = share_parameters(base), MIXED[0].AdapterRows(CPU)
+    MIXED[0].mix_adapters(model, models[1:], rows=chosen)
     served, prompt = Served(models, SlotRows(model.eval(), chosen, pad_id=0)), drawn(30, 0)
     with served.kernels():
         served.join([prompt], [1])

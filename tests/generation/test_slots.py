@@ -8,12 +8,13 @@ from dschat_lora.generation.cuda_graphs import RecordedSteps
 from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling, uniforms
 from dschat_lora.generation.slots import SlotRows, sample_each
-from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.loading import share_parameters
+from helpers.addons import of_addon
 from helpers.tape import Tape
 from helpers.tiny import KINDS, SHAPE, adapted, tiny_model
 
 CPU = torch.device("cpu")
+MIXED = of_addon("serving.mixed")
 GREEDY = Sampling(1, do_sample=False)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], list(range(3, 20)), [21], [30, 31, 32, 33]]
 NUMBERS = [1, 0, 2, 1, 2, 0]
@@ -75,12 +76,13 @@ def record(request, monkeypatch):
     assert len(tapes) > 3
 
 
+@pytest.mark.skipif(not MIXED, reason="the add-on is not there")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_come_and_go_with_their_adapters_say_what_transformers_generates(kind, record):
     base = tiny_model(kind)
     models = [adapted(base, seed) for seed in range(2)]
-    model, chosen = share_parameters(base), AdapterRows(CPU)
-    mix_adapters(model, models, rows=chosen)
+    model, chosen = share_parameters(base), MIXED[0].AdapterRows(CPU)
+    MIXED[0].mix_adapters(model, models, rows=chosen)
     rows = SlotRows(model.eval(), chosen, pad_id=0, record=record)
     said = continuous(rows, [GREEDY] * len(PROMPTS))
     for prompt, number, count, tokens in zip(PROMPTS, NUMBERS, WANTS, said, strict=True):
@@ -212,14 +214,15 @@ def test_a_model_without_cached_attention_of_ours_is_refused():
         SlotRows(model, pad_id=0)
 
 
+@pytest.mark.skipif(not MIXED, reason="the add-on is not there")
 @torch.inference_mode()
 @pytest.mark.parametrize(("prefix_cache", "known"), [(True, [21, 0, 18]), (False, [0, 0, 0])])
 def test_a_prompt_takes_what_it_has_in_common_with_a_running_row_of_its_adapter(
     prefix_cache, known
 ):
     base = tiny_model("llama")
-    model, chosen = share_parameters(base), AdapterRows(CPU)
-    mix_adapters(model, [adapted(base, 0)], rows=chosen)
+    model, chosen = share_parameters(base), MIXED[0].AdapterRows(CPU)
+    MIXED[0].mix_adapters(model, [adapted(base, 0)], rows=chosen)
     text, numbers = list(range(3, 25)), [1, 0, 1]
     prompts = [text, text, [*text[:18], 50, 51]]
     rows = SlotRows(model.eval(), chosen, pad_id=0, prefix_cache=prefix_cache)

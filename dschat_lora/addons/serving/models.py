@@ -11,6 +11,7 @@ import torch
 from dschat_lora.addons.serving.config import AnswerConfig, NamedSource, find_models
 from dschat_lora.addons.serving.endpoint.text import chat_ids
 from dschat_lora.addons.serving.grammars import Grammars
+from dschat_lora.addons.serving.mixed import AdapterRows, mix_adapters
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.chat import Chat, make_chat
 from dschat_lora.data.encoder import Encoder, make_encoder
@@ -25,7 +26,6 @@ from dschat_lora.engine.zero import broken_parameters
 from dschat_lora.generation.generate import check_cache
 from dschat_lora.generation.kv_cache import TRIED
 from dschat_lora.generation.slots import SlotRows
-from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.lora.nf4 import NF4Linear
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.fingerprint import weights_fingerprint

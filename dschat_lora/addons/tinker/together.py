@@ -22,10 +22,10 @@ from dschat_lora.addons.tinker.adapters import (
 )
 from dschat_lora.addons.tinker.losses import DatumLoss
 from dschat_lora.addons.tinker.processes import agreed
+from dschat_lora.addons.tinker.shared import SharedLoraLinear
 from dschat_lora.data.batch import batch_to_device
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import replace_part
-from dschat_lora.lora.shared import SharedLoraLinear
 from dschat_lora.lora.targets import expert_names
 from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLogprobs

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dschat_lora.addons.serving.mixed import AdapterRows, MixedLinear, MixedModule, mix_adapters
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.mixed import AdapterRows, MixedLinear, MixedModule, mix_adapters
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.loading import share_parameters
 from helpers.tiny import KINDS, VOCAB, tiny_model
