@@ -818,7 +818,6 @@ def rlhf(
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
-    prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
     temperature: float = 1.0,
     rollout_temperature: float | None = None,
@@ -1040,7 +1039,6 @@ def rlhf(
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
-        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         temperature (float): of sampling and of all log-probabilities
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
@@ -1251,7 +1249,6 @@ def distill(
     num_generations: int | None = None,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
-    prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
     rollout_temperature: float | None = None,
     top_p: float = 1.0,
@@ -1463,7 +1460,6 @@ def distill(
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
-        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
         top_p (float): sample from the likeliest tokens of this probability mass
@@ -1607,7 +1603,6 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     num_return_sequences: int = 1,
-    prompt_lookup_num_tokens: int = 0,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     image: str | Sequence[str] = (),
@@ -1647,7 +1642,6 @@ def generate(
         top_p (float): draw from the most probable tokens up to this sum
         top_k (int): draw from so many of the most probable tokens; 0: all
         num_return_sequences (int): answers to each prompt, with --do_sample
-        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         image (str | Sequence[str]): files of pictures in front of each of --prompts, or where it has <image>

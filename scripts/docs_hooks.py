@@ -32,6 +32,7 @@ FORMER = {
     "pipeline": "pipeline",
     "python_primitives": "trainer",
     "report": "report",
+    "rollout_engines": "engines",
     "tinker": "tinker",
     "train_your_agent": "agents",
 }

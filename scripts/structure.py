@@ -56,12 +56,12 @@ FEATURES = {
     "streaming": (r"streaming|streamed|stream_?loader|prompt_?stream|tar_rows", r"stream|tar_rows"),
     "agents": (r"agent", r"agent"),
     "context parallel": (r"(context|sequence).?parallel", r"context_parallel"),
-    "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"rollout_servers|vllm"),
+    "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"^addons/"),
 }
 FOLDERS = ("training", "tests", "benchmarks", "scripts")
 COUNTED = ("RlhfSetup", "Generator", "Generator.__init__", "Response", "iterate")
 # What names engines that draw responses beside the run, and the room in which it may.
-ENGINES = (r"vllm|sglang|rollout_?server|by_servers", "rl.draw")
+ENGINES = (r"vllm|sglang|rollout_?server|by_servers", "addons")
 LOOP = {"RlhfTrainer", "set_up"}  # their modules' siblings are counted by default
 SILENT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
@@ -363,7 +363,7 @@ def measure(
             for name, node in module.definitions()
             if isinstance(node, Function) and name.endswith(ends)
         },
-        f"files outside {ENGINES[1]} that name its engines": {
+        f"files outside {ENGINES[1]} that name engines": {
             f"in {room}": [each.path for each in naming if each in looked_at],
             "elsewhere": [each.path for each in naming if each not in looked_at],
         },

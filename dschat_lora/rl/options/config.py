@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 from dschat_lora.config.addons import addon_options, groups_of
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
-    PROMPT_LOOKUP,
     LoadConfig,
     ScheduleConfig,
     require,
@@ -59,7 +58,6 @@ class PromptConfig(SourceConfig):
         return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
 
 
-of_own_engine = partial(option, when="rollout_engine=own")
 of_sampling = partial(option, when="do_sample")
 of_sum = partial(option, when="has_shaped_sum")
 of_calls = partial(option, when="reward_function or reward_gate or environment")
@@ -102,13 +100,13 @@ class RolloutConfig:
         help="begin the responses to so many times the prompts of an iteration, and end when those "
         "to enough of them are whole: the longest are given up, with all responses to their prompt",
     )
-    merge_for_rollouts: bool = of_own_engine(
+    merge_for_rollouts: bool = option(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
         "in exchange for their memory; sampler_error shows how far rounding moves the policy",
         section="rollouts",
+        when="rollout_engine=own",
     )
-    prompt_lookup_num_tokens: int = of_own_engine(0, help=PROMPT_LOOKUP, section="rollouts")
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
     rollout_temperature: float | None = of_sampling(
@@ -144,8 +142,7 @@ class RolloutConfig:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
         require_numbers(self, ">= 1", *rollout, *update, "max_turns")
-        decoding = ("top_k", "prompt_lookup_num_tokens")
-        require_numbers(self, ">= 0", "tokens_per_device", *decoding)
+        require_numbers(self, ">= 0", "tokens_per_device", "top_k")
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
