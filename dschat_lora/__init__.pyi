@@ -58,8 +58,6 @@ def sft(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -127,6 +125,8 @@ def sft(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -186,8 +186,6 @@ def sft(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
@@ -255,6 +253,8 @@ def sft(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -299,8 +299,6 @@ def reward(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -371,6 +369,8 @@ def reward(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -409,8 +409,6 @@ def reward(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
@@ -481,6 +479,8 @@ def reward(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -526,8 +526,6 @@ def dpo(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -605,6 +603,8 @@ def dpo(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -644,8 +644,6 @@ def dpo(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
@@ -723,6 +721,8 @@ def dpo(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -792,8 +792,6 @@ def rlhf(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
@@ -909,6 +907,8 @@ def rlhf(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -1013,8 +1013,6 @@ def rlhf(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
@@ -1130,6 +1128,8 @@ def rlhf(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -1222,8 +1222,6 @@ def distill(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
@@ -1338,6 +1336,8 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -1433,8 +1433,6 @@ def distill(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
@@ -1549,6 +1547,8 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1754,8 +1754,6 @@ def audit(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -1772,6 +1770,8 @@ def audit(
     language_rows: int = 0,
     kept_path: str | os.PathLike[str] | None = None,
     overwrite_kept_path: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
 ) -> Audit:
@@ -1801,8 +1801,6 @@ def audit(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
@@ -1819,6 +1817,8 @@ def audit(
         language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
         kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
         overwrite_kept_path (bool): replace a file that is at --kept_path
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
     """

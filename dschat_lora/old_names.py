@@ -35,7 +35,6 @@ OLD_NAMES = {
     "rl.play.stateful_environment": "rl.play.environment",
     "rl.play.turn_tokens": "rl.response.turn_tokens",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
-    "rl.prompt_stream": "rl.draw.prompt_stream rl.draw.source",
     "rl.response.messages": "rl.response.response",
     "rl.response.transfer": "rl.response.response",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores",
@@ -56,7 +55,6 @@ OLD_NAMES = {
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }
 

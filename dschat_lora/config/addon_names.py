@@ -23,6 +23,7 @@ ADDONS: Mapping[str, Names] = {
     "report": Names("report rollouts"),
     "inspect": Names("inspect accept"),
     "trackers": Names(),
+    "streaming": Names(),
     "images": Names(),
     "engines": Names(
         values="rollout_engine=transformers rollout_engine=vllm "

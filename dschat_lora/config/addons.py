@@ -30,6 +30,7 @@ SEAMS = (
     "algorithm",
     "options_file",
     "row_format",
+    "row_file",
     "media",
     "rest",
     "thumbnails",
@@ -249,6 +250,13 @@ def groups_of(config: Any, method: str) -> Iterator[Any]:
     for each in fields(config.addons):
         if hasattr(own := getattr(config.addons, each.name), method):
             yield own
+
+
+def through_addons(config: Any, method: str) -> Any:
+    """The config as this method of add-ons' options makes it in turn; None leaves it as it is."""
+    for own in groups_of(config, method):
+        config = getattr(own, method)(config) or config
+    return config
 
 
 def owners(config: Any) -> dict[str, str]:

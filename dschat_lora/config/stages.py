@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from dschat_lora.config.addons import addon_options
+from dschat_lora.config.addons import addon_options, groups_of
 from dschat_lora.config.data import DataConfig, parse_variables
 from dschat_lora.config.groups import (
     BatchConfig,
@@ -140,7 +140,7 @@ _FIXED = frozenset(
         "train_empty_think",
         *("chat_template_kwargs", "data_weights", "columns", "unpaired_rows", "eval_ratio"),
         *("seed", "tokens_per_device"),
-        *("streaming", "shuffle_buffer_size", "max_source_rows", "mixture_temperature"),
+        *("max_source_rows", "mixture_temperature"),
         *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
         *("reward_loss", "center_rewards_coefficient", "share_prompt"),
         *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
@@ -169,8 +169,8 @@ class StageConfig:
 
     @property
     def fixed(self) -> frozenset[str]:
-        """Options that cannot change on resuming."""
-        return _FIXED
+        """Options that cannot change on resuming, those of add-ons in ``fixed`` of their class."""
+        return _FIXED.union(*(own.fixed for own in groups_of(self, "fixed")))
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:

@@ -108,7 +108,7 @@ _IDENTITY = {
     "start": "the adapter that training started from",
     "packing": "whether rows are packed",
     "rows": "the number of rows",
-    "stream": "the sources that are streamed",
+    "stream": "the sources that are read while training",
     "rows_per_step": "the rows of a step",
     "deepspeed_processes": "the processes, which share the optimizer's state under --deepspeed",
     "tokens_per_device": "--tokens_per_device",

@@ -131,7 +131,7 @@ def read_data(
         },
         remedy="give all hosts the same files",
     )
-    for line in prepared.audit.lines(of_head=data.streaming):
+    for line in prepared.audit.lines(of_head=data.tail is not None):
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
     run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
@@ -159,15 +159,6 @@ def read_training_data(
     if run.config.optim.num_train_epochs > 0:
         prepared.audit.check()
     return prepared
-
-
-def record_stream(
-    run: OpenRun[StageConfig], state: Mapping[str, Any], *, has_ended: bool, step: int
-) -> None:
-    """Record what was read, by a stream's state, and say where the data ended before the run."""
-    run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
-    if has_ended and step < run.config.optim.max_steps:
-        run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
 
 def engine_settings(

@@ -52,6 +52,14 @@ FORMER = {
         "SHINGLE_WORDS NUM_PERM LEAST_RECALL Hashes Words Likeness words_of run_hashes "
         "SharedRuns NearDuplicates"
     ),
+    "data.stream": (
+        "Block Chunk ChunkReader Mixed Mixture Place Placed Pool Position Shard StreamedRow "
+        "find_shards next_pool read_blocks take_block"
+    ),
+    "data.stream_loader": (
+        "Blocks Packer Stream StreamLoader StreamedRows Taken block_seed describe_sources"
+    ),
+    "data.tar_rows": "tar_rows",
     "endpoint.answers": (
         "BusyError StoppedError TooLongError UnsupportedError Emit AnswerSource fitting "
         "RequestAnswers AnswerResponse"
@@ -250,6 +258,10 @@ FORMER = {
     ),
     "runtime.data_audit": "STAGES RowFindings Findings audit_data show_audit",
     "runtime.describe": "inspect_directory describe",
+    "rl.draw.prompt_stream": "PromptStream",
+    "rl.prompt_stream": "Pool PromptStream",
+    "runtime.shared_stream": "SharedStream",
+    "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
     "rl.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.rollout_servers": (
         "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "

@@ -58,7 +58,6 @@ FORMER = {
     "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
     "rl.play.turn_tokens": "TurnTokens",
     "rl.pretraining": "TextWindow Pretraining make_pretraining",
-    "rl.prompt_stream": "Pool PromptStream",
     "rl.response.messages": "messages_after_prompt prompt_messages as_messages prompt_of",
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
@@ -99,7 +98,6 @@ FORMER = {
     ),
     "rl.verifiers_environment": "Verifiers",
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
-    "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
     "world": "reward rule",
 }
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dschat_lora.addons.audit.config import AuditConfig
-from dschat_lora.config.addons import groups_of
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.rows import check_sources
@@ -36,8 +36,7 @@ def check_audit(config: AuditConfig) -> AuditConfig:
     data = config.data
     if not (data.data_path or data.sft_only_data_path):
         data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
-    check_sources(replace(data, bad_rows="skip"))
-    config = replace(config, data=data)
-    for own in groups_of(config, "check"):
-        own.check(config)
+    config = through_addons(replace(config, data=data), "before_data")
+    check_sources(replace(config.data, bad_rows="skip"))
+    through_addons(config, "check")
     return config

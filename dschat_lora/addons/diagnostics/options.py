@@ -30,20 +30,16 @@ class DiagnosticsOptions:
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "kl_budget")
-        if self.guard == "off":
-            self._check_watched("--guard off")
 
     def check(self, config: "RlhfConfig") -> None:
-        """Refuse a budget of what is not measured.
+        """Refuse a budget of what nothing watches.
 
         Raises:
             ValueError: naming both options.
         """
-        if config.ppo.rules.distills:
-            self._check_watched("--algorithm distill")
-
-    def _check_watched(self, other: str) -> None:
-        if self.kl_budget:
+        distills = config.ppo.rules.distills
+        if self.kl_budget and (self.guard == "off" or distills):
+            other = "--algorithm distill" if distills else "--guard off"
             raise ValueError(
                 f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
                 f"{other} does not watch: leave one of them out"

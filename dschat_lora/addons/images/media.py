@@ -44,7 +44,7 @@ def _refusal(config: Any, family: Family) -> str:
             f"--context_parallel_size {divided} divides rows, and the model reads images, whose "
             "places and masks are those of whole rows: drop it"
         )
-    of_text = {"--streaming": getattr(getattr(data, "data", data), "streaming", False)}
+    of_text = {"--streaming": getattr(data, "tail", None) is not None}
     if hasattr(config, "has_turns"):
         engine = config.batch.rollout_engine
         of_text |= {

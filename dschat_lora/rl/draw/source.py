@@ -144,14 +144,14 @@ def prompts_per_iteration(batch: RolloutConfig) -> int:
 
 
 def check_others(config: RlhfConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data, or of blocks of a stream, that are one iteration.
+    """Refuse over-sampling of data of which no more is known at a time than one iteration's.
 
     Raises:
         ValueError: naming ``--oversample``.
     """
     batch, known, remedy = config.batch, num_prompts, "give more prompts"
-    if config.data.streaming:
-        known, remedy = config.data.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
+    if config.data.tail is not None:
+        known, remedy = config.data.tail.at_once
     if batch.oversample > 1 and known <= prompts_per_iteration(batch):
         raise ValueError(
             f"--oversample {batch.oversample:g} begins further prompts than the {known} of an "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.addons import groups_of
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.loader import StepLoader, make_rows
+from dschat_lora.data.loader import Loader, StepLoader, Tail, make_rows
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
 from dschat_lora.generation.stops import end_of_text, stop_ids
@@ -161,22 +161,13 @@ def make_pretraining(setup: RlhfSetup) -> "Pretraining | None":
         "collate": SampleCollator(int(setup.tokenizer.pad_token_id)),
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
-    if not data.streaming:
+    loader: Loader
+    if data.tail is not None:
+        tail: Tail = data.tail
+        loader = tail.text_loader(setup, data, texts, rows_of=unpacked, **options)
+    else:
         loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
-        return Pretraining(loader.steps, None, coefficient=config.pretraining.unsup_coef)
-    from dschat_lora.data.stream_loader import StreamLoader
-
-    stream = StreamLoader(
-        setup.stream(data, texts, "samples"),
-        pack=lambda counts, seed: unpacked(counts.positions, seed=seed),
-        steps=config.optim.max_steps,
-        taken=rows * times * data_world_size(),
-        names=(),
-        kind="samples",
-        say=setup.run.log.say,
-        **options,
-    )
-    return Pretraining(stream.steps, stream, coefficient=config.pretraining.unsup_coef)
+    return Pretraining(loader, coefficient=config.pretraining.unsup_coef)
 
 
 def make_generator(

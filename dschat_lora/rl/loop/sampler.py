@@ -10,7 +10,7 @@ import numpy as np
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.loader import sample_sources, told_sources
+from dschat_lora.data.loader import Tail, sample_sources, told_sources
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import PromptSample, SourcedSamples
@@ -182,23 +182,16 @@ def _source(
     per_iteration: int,
     kind: DataKind = "prompts",
 ) -> Source:
-    """The samples of each iteration: ``prepared``, or those of a stream of which it is the head.
+    """The samples of each iteration: ``prepared``, or what is read on of which it is the head.
 
     ``iteration`` is the one that is next.
     """
     config = setup.config
-    if data.streaming:
-        from dschat_lora.rl.draw.prompt_stream import PromptStream
-
-        return PromptStream(
-            setup.stream(data, prepared, kind),
-            per_iteration=per_iteration,
-            most=max(1, config.optim.max_steps),
-            kind=kind,
-            seed=config.run.seed,
-            iteration=iteration,
-            say=setup.run.log.say,
-        )
+    if data.tail is not None:
+        tail: Tail = data.tail
+        how: dict[str, Any] = {"per_iteration": per_iteration, "iteration": iteration, "kind": kind}
+        source: Source = tail.source(setup, data, prepared, **how)
+        return source
     count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
     numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
     samples = SourcedSamples(prepared.train, numbers)

@@ -4,14 +4,13 @@ import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
-from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank
+from dschat_lora.engine.distributed import data_rank, device_type
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -58,9 +57,6 @@ from dschat_lora.runtime.setup import (
     trained_elements,
 )
 
-if TYPE_CHECKING:
-    from dschat_lora.runtime.shared_stream import SharedStream
-
 
 @dataclass(frozen=True)
 class RlhfData:
@@ -90,20 +86,6 @@ class RlhfSetup:
     def config(self) -> RlhfConfig:
         """The run's options, as models and data made them."""
         return self.run.config
-
-    def stream(self, data: DataConfig, head: Prepared, kind: DataKind) -> "SharedStream":
-        """The rows of these data, of which the ``head`` was prepared, to be read meanwhile."""
-        from dschat_lora.runtime.shared_stream import SharedStream
-
-        return SharedStream(
-            data,
-            self.tokenizer,
-            head,
-            phase=3,
-            kind=kind,
-            seed=self.config.run.seed,
-            closing=self.run.closing,
-        )
 
 
 def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
@@ -331,7 +313,7 @@ def _describe(setup: RlhfSetup) -> None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
     for role, each in trained_models(run.config, roles, settings).items():
-        if words := advice("launches", each, run.config.load):
+        if device_type() == "cuda" and (words := advice("launches", each, run.config.load)):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)

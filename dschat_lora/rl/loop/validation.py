@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from dschat_lora.config.addons import groups_of
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
@@ -42,7 +42,6 @@ from dschat_lora.runtime.checks import (
     check_divided,
     check_function,
     check_lora_options,
-    check_streaming,
     continued_lora,
     model_fields,
     recomputing,
@@ -310,8 +309,6 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse prompts or pretraining text that cannot be read."""
     if config.load.chat_template is not None:
         read_chat_template(config.load.chat_template)
-    if config.data.streaming:
-        check_streaming(config)
     if config.data.data_path != inputs.asked and not config.data.num_prompts:
         check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
     media = media_reader(config, None, inputs.sources.actor.base)
@@ -448,13 +445,6 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_source_is_kept(config.run, source)
 
 
-def with_addons(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With what add-ons make of it, each by the ``check`` of its options."""
-    for own in groups_of(config, "check"):
-        config = own.check(config) or config
-    return config
-
-
 def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse over-sampling where the engine or other options rule it out."""
     batch, name = config.batch, config.batch.rollout_engine
@@ -513,6 +503,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_tensor_parallel,
     check_num_generations,
     check_tokenizers,
+    lambda config, _: through_addons(config, "before_data"),
     check_data,
     with_deepspeed_json,
     with_default_responses,
@@ -524,7 +515,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_recomputation,
     check_output_dir,
     check_sources_are_kept,
-    with_addons,
+    lambda config, _: through_addons(config, "check"),
     check_rollouts,
     with_rollout_engine,
     announce,

@@ -108,8 +108,8 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     if name is None:
         return None
     kept = (
-        *("data_output_path", "streaming", "shuffle_buffer_size", "bad_rows", "unpaired_rows"),
-        *("preprocessing_num_workers", "chat_template_kwargs", "max_seq_len"),
+        *("data_output_path", "bad_rows", "unpaired_rows", "preprocessing_num_workers"),
+        *("chat_template_kwargs", "max_seq_len", "tail"),
     )
     return DataConfig(
         **{each: getattr(config.data, each) for each in kept},

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
+from dschat_lora.addons.streaming.loader import StreamLoader
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.sources import StreamError
-from dschat_lora.data.stream_loader import StreamLoader
 from dschat_lora.rl.loop.train import run_rlhf
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
