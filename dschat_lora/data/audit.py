@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dschat_lora.config.addons import provided
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
 from dschat_lora.data.rows import HEAD_ROWS, DataKind
@@ -16,7 +17,7 @@ STAGES: dict[str, tuple[int, DataKind]] = {
     "reward": (2, "pairs"),
     "dpo": (2, "pairs"),
     "rlhf": (3, "prompts"),
-    "distill": (3, "prompts"),
+    **dict.fromkeys(provided("stage"), (3, "prompts")),
 }
 LENGTHS = tuple(2**power for power in range(6, 18))  # of the histogram, in tokens
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dschat_lora.addons.audit.options import FilterOptions
-from dschat_lora.config.addons import addon_options
+from dschat_lora.config.addons import addon_options, provided
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import ModelConfig, require_numbers
 from dschat_lora.config.options import group, option
@@ -70,6 +70,12 @@ class FilterConfig(FilterOptions):
         return filter_rows(self, data, chat, kind=kind, seed=seed)
 
 
+if TYPE_CHECKING:
+    AuditedStage = str
+else:
+    AuditedStage = Literal[("sft", "reward", "dpo", "rlhf", *provided("stage"))]
+
+
 @dataclass(frozen=True)
 class AuditConfig:
     """Show what a stage would learn of data, and what is wrong with it; nothing is trained.
@@ -85,9 +91,9 @@ class AuditConfig:
         help="model whose tokenizer and chat template read the data: hub name, directory, or "
         "the output of an earlier stage; the bundled tiny model when absent",
     )
-    stage: Literal["sft", "reward", "dpo", "rlhf", "distill"] = option(
+    stage: AuditedStage = option(
         "sft",
-        help="what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill",
+        help="what makes samples of the rows: sequences, pairs, or prompts of step 3",
     )
     show: int = option(0, help="samples to show, token by token, with what is supervised")
     json: bool = option(False, help="one JSON object on the standard output")
