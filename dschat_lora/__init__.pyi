@@ -741,7 +741,6 @@ def rlhf(
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: object = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -823,6 +822,7 @@ def rlhf(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
+    environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -878,7 +878,7 @@ def rlhf(
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
@@ -911,7 +911,7 @@ def rlhf(
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     rollouts_ahead: int = 0,
-    agent: str | Callable[..., Any] | None = None,
+    agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
@@ -956,9 +956,6 @@ def rlhf(
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, names such as ``"builtin:length=12"``, or objects with ``names`` that
             give a reward by each of them. With ``reward_weights`` each has a weight.
-        environment: function that answers the actor's turns, or a class whose objects do, each
-            through an episode, or a dict of classes by the rows' column ``environment``; or a
-            player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -1044,12 +1041,13 @@ def rlhf(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
+        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or an environment, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
         clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
@@ -1099,7 +1097,7 @@ def rlhf(
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
@@ -1132,7 +1130,7 @@ def rlhf(
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
-        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
@@ -1253,7 +1251,7 @@ def distill(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    environment: str | Callable[..., Any] | None = None,
+    environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1308,7 +1306,7 @@ def distill(
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
@@ -1343,7 +1341,7 @@ def distill(
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     rollouts_ahead: int = 0,
-    agent: str | Callable[..., Any] | None = None,
+    agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
@@ -1464,13 +1462,13 @@ def distill(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | Callable[..., Any] | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
+        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or an environment, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
         clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
@@ -1519,7 +1517,7 @@ def distill(
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
@@ -1554,7 +1552,7 @@ def distill(
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
-        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
@@ -1661,7 +1659,7 @@ def evaluate(
     chat_template: str | None = None,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     reward_model: Model | None = None,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     max_new_tokens: int = 128,
     limit: int = 0,
     tasks: str | Sequence[str] = (),
@@ -1692,7 +1690,7 @@ def evaluate(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
         reward_model (Model | None): reward model that scores the model's own greedy answers to the prompts
-        judge_function (str | Callable[..., Any] | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
+        judge_function (str | object | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
         max_new_tokens (int): tokens of such an answer at most
         limit (int): rows to take at most, of each task too, the first ones; 0: all
         tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[evaluation]

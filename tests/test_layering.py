@@ -104,11 +104,6 @@ FLOORS = [
         ),
     },
     {
-        "rl.play": Room(
-            "algos data engine models rl.draw rl.options rl.response rl.score runtime",
-            "gymnasium mcp numpy openenv reasoning_gym verifiers",
-            light="environment_adapters verifiers_environment",
-        ),
         "rl.learn": Room(
             "algos config data engine lora models perf rl.draw rl.options rl.response rl.score"
             " runtime",
@@ -124,7 +119,7 @@ FLOORS = [
     {
         "rl.loop": Room(
             "algos config data engine generation lora models perf report rl.draw rl.learn"
-            " rl.options rl.play rl.response rl.score rl.watch runtime",
+            " rl.options rl.response rl.score rl.watch runtime",
             "numpy torch",
             light="validation",
         ),
@@ -150,6 +145,12 @@ FLOORS = [
         "old_names": Room(light="old_names"),
     },
     {
+        "addons.environments": Room(
+            "algos assets config data engine models rl.draw rl.options rl.response rl.score"
+            " runtime",
+            "gymnasium mcp numpy openenv reasoning_gym verifiers",
+            "addon gymnasium mcp openenv options reasoning_gym verifiers",
+        ),
         "addons.evaluation": Room(
             "algos api commands config data engine generation models report"
             " rl.options rl.response rl.score runtime supervised",
@@ -228,8 +229,8 @@ FLOORS = [
             light="addon placeholders recipe run verbs",
         ),
         "addons.agents": Room(
-            "addons.serving algos config data engine generation models report rl.draw rl.options"
-            " rl.response rl.score runtime",
+            "addons.environments addons.serving algos config data engine generation models report"
+            " rl.draw rl.options rl.response rl.score runtime",
             "openai starlette",
             "addon options",
         ),
@@ -297,6 +298,7 @@ VERBS = {
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",
+        "addons.environments.options",
         "addons.diagnostics.options",
         "addons.bases.forms",
         "addons.distill.algorithm",

@@ -11,6 +11,9 @@ _PACKAGES = {
     "serving": "addons.serving",
     "tinker": "addons.tinker",
 }
+_LIBRARIES = " ".join(
+    f"addons.environments.{name}" for name in ("gymnasium", "mcp", "openenv", "reasoning_gym")
+)
 _SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "algos.distillation": "addons.distill.divergence",
@@ -25,6 +28,7 @@ OLD_NAMES = {
     "api.trainer": "addons.trainer.trainer",
     "api.trainer_build": "addons.trainer.build",
     "api.trainer_sampling": "addons.trainer.sampling",
+    "assets.calculator": "addons.environments.calculator",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "checkpoint.extract": "addons.loralib.extract",
     "checkpoint.lora_only": "addons.loralib.lora_only",
@@ -91,6 +95,9 @@ OLD_NAMES = {
     "rl.watch.diagnostics": "addons.diagnostics.diagnostics rl.watch.metrics",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.environment": "addons.environments.environment addons.environments.turn_tokens "
+    "addons.environments.players",
+    "rl.environment_adapters": _LIBRARIES,
     "rl.draw.engine_checks": "addons.engines.checks",
     "rl.draw.rollout_engines": "addons.engines.server_engine rl.draw.engine",
     "rl.draw.rollout_servers": _SERVERS,
@@ -105,6 +112,16 @@ OLD_NAMES = {
     "rl.play.conversations": "addons.agents.conversations",
     "runtime.data_audit": "addons.audit.findings data.audit",
     "runtime.describe": "addons.inspect.describe",
+    "rl.play.environment": "addons.environments.environment addons.environments.stateful",
+    "rl.play.environment_adapters": _LIBRARIES,
+    "rl.play.mcp_tools": "addons.environments.mcp",
+    "rl.play.players": "addons.environments.players",
+    "rl.play.stateful_environment": "addons.environments.stateful",
+    "rl.play.turn_tokens": "addons.environments.turn_tokens",
+    "rl.play.verifiers_environment": "addons.environments.verifiers",
+    "rl.response.turn_tokens": "addons.environments.turn_tokens",
+    "rl.stateful_environment": "addons.environments.stateful addons.environments.players",
+    "rl.verifiers_environment": "addons.environments.verifiers",
     "rl.draw.prompt_stream": "addons.streaming.prompts",
     "rl.prompt_stream": "addons.streaming.prompts rl.draw.source",
     "runtime.shared_stream": "addons.streaming.runs",

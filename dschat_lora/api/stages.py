@@ -200,7 +200,6 @@ def rlhf(
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: object = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -220,9 +219,6 @@ def rlhf(
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, names such as ``"builtin:length=12"``, or objects with ``names`` that
             give a reward by each of them. With ``reward_weights`` each has a weight.
-        environment: function that answers the actor's turns, or a class whose objects do, each
-            through an episode, or a dict of classes by the rows' column ``environment``; or a
-            player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -235,7 +231,6 @@ def rlhf(
     with ExitStack() as stack:
         named = {
             "actor_model_name_or_path": model,
-            "environment": environment,
             **common_options(data, eval_data, output_dir, resume),
         }
         weights = options.pop("reward_weights", None)

@@ -10,6 +10,7 @@ class Names(NamedTuple):
     verbs: str = ""  # of dschat-lora
     functions: str = ""  # of dschat_lora in Python
     values: str = ""  # of options, as SEAM=NAME
+    seams: str = ""  # of its own, under which others may provide too
 
 
 # In the order of the help.
@@ -25,6 +26,7 @@ ADDONS: Mapping[str, Names] = {
     "trackers": Names(),
     "streaming": Names(),
     "images": Names(),
+    "environments": Names(seams="environment"),
     "engines": Names(
         values="rollout_engine=transformers rollout_engine=vllm "
         "rollout_engine=http: rollout_engine=https:"

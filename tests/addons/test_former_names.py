@@ -33,6 +33,7 @@ FORMER = {
         "save_state load_state"
     ),
     "api.trainer_sampling": "Prompt Key Sample draw make_sampling check_fits make_seeds",
+    "assets.calculator": "questions dialogues calculate is_right",
     "checkpoint.gpt2_checkpoint": "Gpt2Checkpoint read_gpt2_checkpoint load_base",
     "checkpoint.extract": (
         "extract write_trained read_checkpoint compare_base is_head empty_classifier"
@@ -252,6 +253,18 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.environment": "EnvironmentFailedError Environment TurnTokens Episodes",
+    "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer",
+    "rl.play.environment": "EnvironmentFailedError Environment StatefulEnvironment",
+    "rl.play.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer",
+    "rl.play.mcp_tools": "mcp_tool_schema",
+    "rl.play.players": "Episodes UserDraw UserPlayer load_environment load_player",
+    "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
+    "rl.play.turn_tokens": "TurnTokens",
+    "rl.play.verifiers_environment": "Verifiers",
+    "rl.response.turn_tokens": "TurnTokens prompt_messages",
+    "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
+    "rl.verifiers_environment": "Verifiers",
     "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
     "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",

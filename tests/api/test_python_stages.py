@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
+from addons.environments.own_players import BetterOfTwo
 from api.own_scorer import Style
 from api.programs import (
     PAIRS,
@@ -39,7 +40,6 @@ from dschat_lora.engine.rendezvous import LAUNCHED
 from dschat_lora.models.fingerprint import saved_model
 from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
-from helpers.players import BetterOfTwo
 
 pytestmark = pytest.mark.stage
 
@@ -108,7 +108,7 @@ def test_a_player_that_is_handed_over_has_the_numbers_of_the_command_bit_for_bit
     run = dl.rlhf(sft, data=ROWS, environment=BetterOfTwo(), **ROLLOUTS)
     options = {
         "actor_model_name_or_path": sft.path,
-        "environment": "helpers.players:BetterOfTwo",
+        "environment": "addons.environments.own_players:BetterOfTwo",
         "data_path": write_rows(tmp_path / "rows.jsonl", ROWS),
     }
     assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))

@@ -2,7 +2,7 @@
 
 import re
 
-from dschat_lora.assets.calculator import calculate, dialogues, is_right, questions
+from dschat_lora.addons.environments.calculator import calculate, dialogues, is_right, questions
 
 
 def test_questions_are_sums_of_numbers_of_two_digits_and_those_of_their_seed():

@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from addons.environments.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
+from dschat_lora.addons.environments.environment import EnvironmentFailedError
+from dschat_lora.addons.environments.options import episode_prompt
+from dschat_lora.addons.environments.players import load_environment
+from dschat_lora.addons.environments.stateful import is_stateful
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.loop.validation import with_environment_prompts
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.names import episode_prompt
-from dschat_lora.rl.play.environment import EnvironmentFailedError, is_stateful
-from dschat_lora.rl.play.players import load_environment
+from dschat_lora.rl.response.response import Beside
 from dschat_lora.rl.score.scores import EpisodeScorer, RewardFunction, RewardFunctions, RewardSum
 from dschat_lora.rl.score.user_functions import TrainerState
-from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -109,7 +110,7 @@ def test_methods_are_tools_and_the_object_scores_its_episode():
     assert '"description": "Value to add to the counter."' in text
     assert "_hidden" not in text
     assert "get_reward" not in text
-    assert environment.objects[1][0].more == ["hint", "prompt"]
+    assert environment.objects[1].more == ["hint", "prompt"]
 
 
 def test_copies_of_a_prompt_begin_alike_and_prompts_do_not():
@@ -118,7 +119,7 @@ def test_copies_of_a_prompt_begin_alike_and_prompts_do_not():
     rows = [{} for _ in range(12)]
     prompts, _ = play(environment, rows, [["no" + END]] * 12, copies=3)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == (state, array_state)
-    targets = [environment.objects[n][0].target for n in range(36)]
+    targets = [environment.objects[n].target for n in range(36)]
     assert all(len(set(targets[n : n + 3])) == 1 for n in range(0, 36, 3))
     assert len(set(targets)) > 2
     for n, prompt in enumerate(prompts):
@@ -186,7 +187,7 @@ def test_reward_functions_see_the_objects_and_rewards_are_added():
         return [float(each.counter) for each in environments]
 
     function = RewardFunction("reward_function", "mine:counters", counters, TOKENIZER)
-    functions = RewardFunctions((function,), objects=environment.objects)
+    functions = RewardFunctions((function,), beside=Beside("environments", environment.objects))
     weights = {"counters": 0.5, "Given": 1.0}
     scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, (), str)
     scorer.check_columns({"target"})
@@ -304,10 +305,11 @@ def test_columns_that_reset_needs_are_asked_for():
 
 
 def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
-    def config_of(*arguments):
-        return parse_config(RlhfConfig, ["--data_output_path", str(tmp_path), *arguments])
+    def with_data(*arguments):
+        config = parse_config(RlhfConfig, ["--data_output_path", str(tmp_path), *arguments])
+        return config.addons.environments.with_data(config)
 
-    config = with_environment_prompts(config_of("--num_prompts", "3", "--environment", "a:B"), None)
+    config = with_data("--num_prompts", "3", "--environment", "a:B")
     (path,) = config.data.data_path
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": episode_prompt(n), "episode": n} for n in range(3)]
@@ -316,7 +318,7 @@ def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
         (["--num_prompts", "3", "--environment", "a:B", "--data_path", "x"], "drop one"),
     ):
         with pytest.raises(ValueError, match=words):
-            with_environment_prompts(config_of(*arguments), None)
+            with_data(*arguments)
 
 
 def test_an_object_that_exits_or_hangs_ends_the_run_with_its_name():
@@ -384,7 +386,7 @@ def test_draws_of_a_step_are_those_of_its_episode_and_turn():
     def drawn():
         environment = made(Draws)
         play(environment, [{}] * 2, [["no" + END] * 3] * 2, copies=2)
-        return [environment.objects[n][0].drawn for n in range(4)]
+        return [environment.objects[n].drawn for n in range(4)]
 
     first = drawn()
     random.seed()

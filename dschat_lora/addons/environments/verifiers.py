@@ -5,17 +5,23 @@ import atexit
 import inspect
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
+from dschat_lora.addons.environments.mcp import mcp_tool_schema
 from dschat_lora.data.tool_calls import parse_tool_calls
-from dschat_lora.rl.play.environment_adapters import mcp_tool_schema
 from dschat_lora.rl.response.coroutines import run_together
-from dschat_lora.runtime.checks import working_directory
+from dschat_lora.runtime.checks import require_packages, working_directory
+
+
+def environment(name: str) -> Callable[[], Any]:
+    """What makes environments of ``verifiers:TASKSET``."""
+    require_packages(f"--environment {name}", "verifiers>=0.4", extra="verifiers")
+    return partial(Verifiers, name.partition(":")[2])
 
 
 class Verifiers:
@@ -34,7 +40,11 @@ class Verifiers:
         self._name = name
         self._env, self._tasks = _load(name)
         self._servers = _tool_servers(self._env, self._tasks[0])
-        self.tool_schemas = _tool_schemas(self._servers)
+        self.tool_schemas = [
+            mcp_tool_schema(tool, prefix)
+            for prefix, server in self._servers
+            for tool in run_together([server.list_tools()])[0]
+        ]
         self.reward_name = name.partition("?")[0].rpartition("/")[2]
         self._run: asyncio.Task[float] | None = None
         atexit.register(lambda: run_together([self._leave()]))
@@ -145,14 +155,6 @@ def _tool_servers(env: Any, task: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _tool_schemas(servers: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        mcp_tool_schema(tool, prefix)
-        for prefix, server in servers
-        for tool in run_together([server.list_tools()])[0]
-    ]
-
-
 async def _play(env: Any, task: Any, agent: "_Agent") -> float:
     """The reward of one episode of an environment."""
     import verifiers.v1 as vf
@@ -222,7 +224,11 @@ class _Interaction:
         """The answer to a message, after the tool calls on the way to it."""
         import verifiers.v1 as vf
 
-        asked = [] if self.trace.nodes else list(_prompt_of(self._task))
+        asked: list[Any] = []
+        if not self.trace.nodes:
+            begin, prompt = self._task.data.system_prompt, self._task.data.prompt
+            asked += [] if begin is None else [vf.SystemMessage(content=begin)]
+            asked += [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or ()
         if isinstance(message, str):
             message = [vf.UserMessage(content=message)]
         asked += message or []
@@ -269,16 +275,6 @@ class _Interaction:
                 except ToolError as error:
                     text = str({"error": str(error)})
         return vf.ToolMessage(tool_call_id=identifier, name=name, content=text)
-
-
-def _prompt_of(task: Any) -> Iterator[Any]:
-    """The messages that begin a task."""
-    import verifiers.v1 as vf
-
-    if task.data.system_prompt is not None:
-        yield vf.SystemMessage(content=task.data.system_prompt)
-    prompt = task.data.prompt
-    yield from [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or ()
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

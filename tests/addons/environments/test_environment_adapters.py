@@ -13,16 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from dschat_lora.rl.loop.validation import _check_environment
-from dschat_lora.rl.options.names import ENVIRONMENT_LIBRARIES, episode_prompt
-from dschat_lora.rl.play.environment import EnvironmentFailedError
-from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
-from dschat_lora.rl.play.players import load_environment
+from addons.environments.episodes import CHAT, END, TOKENIZER, call, made, play, read
+from dschat_lora.addons.environments.addon import LIBRARIES
+from dschat_lora.addons.environments.environment import EnvironmentFailedError
+from dschat_lora.addons.environments.options import EnvironmentOptions, episode_prompt
+from dschat_lora.addons.environments.players import load_environment
+from dschat_lora.rl.options.names import load_object
 from dschat_lora.runtime import checks
-from helpers.episodes import CHAT, END, TOKENIZER, call, made, play, read
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-HELPERS = Path(__file__).parents[1] / "helpers"
+ENVS = "addons.environments.gym_envs"
+HERE = Path(__file__).parent
+NEEDED = {  # and the extra that has it
+    "gymnasium": ("gymnasium", "gymnasium"),
+    "mcp": ("mcp>=2", "mcp"),
+    "openenv": ("openenv", "openenv"),
+    "reasoning_gym": ("reasoning_gym", "environments"),
+    "verifiers": ("verifiers>=0.4", "verifiers"),
+}
 
 
 def load(name):
@@ -41,22 +49,28 @@ def rewards(found):
     return [each.episode.reward for each in found]
 
 
+def check(name):
+    EnvironmentOptions(environment=name).check_player(None)
+
+
+def factory(name):
+    return load_object("environment", name)
+
+
 def test_a_name_of_no_library_lists_those_there_are(monkeypatch):
     with pytest.raises(ValueError, match="no module gymnasiun .*; by name there are gymnasium, "):
-        _check_environment("gymnasiun:Guess-v0")
-    assert find_adapter("gymnasiun:Guess-v0") is None
-    _check_environment("helpers.gym_envs:Guess")
+        check("gymnasiun:Guess")
+    check(f"{ENVS}:Guess")
+    with pytest.raises(ValueError, match="LIBRARY:NAME of gymnasium, mcp, .*, got 'mcp:'"):
+        check("mcp:")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for library, (_, module, extra) in ADAPTERS.items():
-        words = f"--environment {library}:x needs {module}: pip install 'dschat_lora[{extra}]'"
-        with pytest.raises(ValueError, match=re.escape(words)):
-            _check_environment(f"{library}:x")
-
-
-def test_each_library_has_an_extra():
-    setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
-    for _, _, extra in ADAPTERS.values():
+    setup = (HERE.parents[2] / "setup.py").read_text(encoding="utf-8")
+    assert {*LIBRARIES} == {*NEEDED}
+    for library, (package, extra) in NEEDED.items():
         assert f'"{extra}": ' in setup
+        words = f"--environment {library}:x needs {package}: pip install 'dschat_lora[{extra}]'"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            check(f"{library}:x")
 
 
 def test_a_task_of_reasoning_gym_asks_and_scores():
@@ -75,7 +89,7 @@ def test_a_task_of_reasoning_gym_asks_and_scores():
 
 def wanted(episode):
     """What episode ``episode`` of ``Guess-v0`` hides."""
-    from helpers.gym_envs import Guess
+    from addons.environments.gym_envs import Guess
 
     hiding = Guess()
     hiding.reset(seed=episode)
@@ -84,7 +98,7 @@ def wanted(episode):
 
 def test_gymnasium_plays_text_until_terminated_or_truncated():
     pytest.importorskip("gymnasium")
-    environment = load("gymnasium:helpers.gym_envs:Guess-v0")
+    environment = load(f"gymnasium:{ENVS}:Guess-v0")
     assert environment.label() == "Guess-v0"
     right = [wanted(n) for n in range(4)]
     wrong = [str((int(each) + 1) % 10) for each in right]
@@ -106,7 +120,7 @@ def test_gymnasium_plays_text_until_terminated_or_truncated():
 
 def test_discrete_actions_go_by_number_and_name():
     pytest.importorskip("gymnasium")
-    environment = load("gymnasium:helpers.gym_envs:Left-v0")
+    environment = load(f"gymnasium:{ENVS}:Left-v0")
     turns = [["1" + END], ["0" + END], ["high" + END], ["Low" + END], ["2" + END, "HIGH" + END]]
     _, found = play(environment, episodes(*range(5)), turns)
     assert rewards(found) == [1.0, 0.0, 1.0, 0.0, 1.0]
@@ -116,23 +130,26 @@ def test_discrete_actions_go_by_number_and_name():
 def test_what_gymnasium_cannot_play_is_refused():
     pytest.importorskip("gymnasium")
     for name, words in (
-        ("helpers.gym_envs:Moves-v0", "Moves-v0: actions are Box.*; an answer gives Text or"),
+        (
+            "addons.environments.gym_envs:Moves-v0",
+            "Moves-v0: actions are Box.*; an answer gives Text or",
+        ),
         ("Nosuch-v0", "--environment gymnasium:Nosuch-v0: .*doesn't exist"),
         ("nosuch:Nosuch-v0", "nosuch"),
     ):
         with pytest.raises(ValueError, match=words):
             load(f"gymnasium:{name}")
     with pytest.raises(EnvironmentFailedError) as caught:
-        play(load("gymnasium:helpers.gym_envs:Blind-v0"), episodes(1), [["1" + END]])
+        play(load(f"gymnasium:{ENVS}:Blind-v0"), episodes(1), [["1" + END]])
     assert "an observation is a float; only environments whose" in str(caught.value.__cause__)
 
 
 def test_gymnasium_is_closed_with_its_object():
     pytest.importorskip("gymnasium")
-    from helpers.gym_envs import Guess
+    from addons.environments.gym_envs import Guess
 
     before = Guess.closed
-    found = find_adapter("gymnasium:helpers.gym_envs:Guess-v0")()
+    found = factory(f"gymnasium:{ENVS}:Guess-v0")()
     assert Guess.closed == before
     del found
     assert Guess.closed == before + 1
@@ -190,7 +207,7 @@ def free_port():
 def served(script, *arguments):
     """The address of a server that a script of the helpers runs at the port it is told."""
     port = free_port()
-    command = [sys.executable, HELPERS / script, str(port), *arguments]
+    command = [sys.executable, HERE / script, str(port), *arguments]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         try:
             answered(("127.0.0.1", port))
@@ -228,7 +245,7 @@ def play_mcp(server):
 
 def test_tools_of_an_mcp_server_over_standard_streams():
     pytest.importorskip("mcp")
-    play_mcp(f"{sys.executable} {HELPERS / 'mcp_tools.py'}")
+    play_mcp(f"{sys.executable} {HERE / 'mcp_tools.py'}")
 
 
 @pytest.mark.thorough
@@ -244,10 +261,10 @@ def test_an_older_package_is_refused_by_the_version_that_is_needed(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^--environment mcp:x needs mcp>=2, found 1\.30\.0: pip in"
     ):
-        find_adapter("mcp:x")
+        factory("mcp:x")
     for fits in ("2.0.0", "10.1"):
         monkeypatch.setattr(checks, "version", {"mcp": fits}.get)
-        assert find_adapter("mcp:x") is not None
+        assert factory("mcp:x") is not None
 
 
 def test_what_is_no_mcp_server_is_refused():
@@ -260,11 +277,11 @@ def test_what_is_no_mcp_server_is_refused():
 @pytest.mark.thorough
 def test_no_process_of_an_mcp_server_is_left():
     pytest.importorskip("mcp")
-    server = f"{sys.executable} {HELPERS / 'mcp_tools.py'}"
+    server = f"{sys.executable} {HERE / 'mcp_tools.py'}"
     code = (
         "import os, sys, psutil\n"
-        "from dschat_lora.rl.play.environment_adapters import find_adapter\n"
-        f"made = [find_adapter('mcp:{server}')() for _ in range(2)]\n"
+        "from dschat_lora.addons.environments.mcp import environment\n"
+        f"made = [environment('mcp:{server}')() for _ in range(2)]\n"
         "print(*(each.pid for each in psutil.Process().children()))"
     )
     ended = subprocess.run(
@@ -316,7 +333,7 @@ def test_fields_of_openenv_are_named_where_there_are_several():
 
 def test_tasks_of_verifiers_are_answered_with_their_tools(monkeypatch):
     pytest.importorskip("verifiers")
-    monkeypatch.chdir(HELPERS / "tasksets")
+    monkeypatch.chdir(HERE / "tasksets")
     environment = load("verifiers:vf_sums")
     assert environment.label() == "vf_sums"
     turns = [
@@ -337,7 +354,7 @@ def test_tasks_of_verifiers_are_answered_with_their_tools(monkeypatch):
 
 def test_an_environment_of_verifiers_has_its_own_turns(monkeypatch):
     pytest.importorskip("verifiers")
-    monkeypatch.chdir(HELPERS / "tasksets")
+    monkeypatch.chdir(HERE / "tasksets")
     environment = load("verifiers:vf_digits?rounds=3")
     turns = [["1" + END, "x" + END, "3" + END], ["no" + END] * 3]
     prompts, found = play(environment, episodes(0, 5), turns)
@@ -347,14 +364,14 @@ def test_an_environment_of_verifiers_has_its_own_turns(monkeypatch):
     assert "1 more?" in read(found[0])
     # An episode that was cut off leaves nothing to the next.
     environment.begin(prompts, range(2), 1, ("seed", 4))
-    cut_off = [made._run for made, _ in environment.objects.values()]
+    cut_off = [made._run for made in environment.objects.values()]
     assert rewards(play(environment, episodes(0, 5), turns)[1]) == [12.0, 10.0]
     assert [run.cancelled() for run in cut_off] == [True, True]
 
 
 def test_what_verifiers_cannot_play_is_refused(monkeypatch):
     pytest.importorskip("verifiers")
-    monkeypatch.chdir(HELPERS / "tasksets")
+    monkeypatch.chdir(HERE / "tasksets")
     for name, words in (
         ("vf_stops", "vf_stops needs hooks that stop or intercept the agent, which there is not"),
         ("nosuch", "--environment verifiers:nosuch: taskset 'nosuch' not found"),
@@ -362,7 +379,3 @@ def test_what_verifiers_cannot_play_is_refused(monkeypatch):
     ):
         with pytest.raises(ValueError, match=f"(?s){words}"):
             load(f"verifiers:{name}")
-
-
-def test_the_libraries_that_options_know_have_their_adapters():
-    assert set(ENVIRONMENT_LIBRARIES) == set(ADAPTERS)

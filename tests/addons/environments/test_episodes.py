@@ -7,21 +7,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from addons.environments.episodes import Script
 from data.chat_tokenizers import build_chat_tokenizer
 from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.environments.environment import Environment, EnvironmentFailedError
+from dschat_lora.addons.environments.players import Episodes, load_environment
+from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.algos.ppo import policy_loss
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
 from dschat_lora.rl.loop.train import _failures_saved
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.play.environment import Environment, EnvironmentFailedError
-from dschat_lora.rl.play.players import Episodes, load_environment
 from dschat_lora.rl.response.batch import collate, response_mask
 from dschat_lora.rl.response.response import Episode, Origin, Response
-from dschat_lora.rl.response.turn_tokens import TurnTokens
 from dschat_lora.rl.score.user_functions import calls_of
-from helpers.episodes import Script
 from helpers.roles import Words
 
 CPU, T, F = torch.device("cpu"), True, False

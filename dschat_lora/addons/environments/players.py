@@ -1,58 +1,58 @@
-"""The player that options name: episodes with an environment, and players of the user's own."""
+"""Players: episodes with an environment, and players of the user's own."""
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from dschat_lora.addons.environments.environment import Environment, asked_together
+from dschat_lora.addons.environments.options import EnvironmentOptions
+from dschat_lora.addons.environments.stateful import StatefulEnvironment, is_stateful
+from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.data.chat import Chat, make_chat
 from dschat_lora.data.messages import Message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import max_over_ranks, raise_together, tensor_rank
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.draw.player import Draw, Key, Player
+from dschat_lora.rl.draw.player import Beside, Draw, Key, Player
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.names import made
-from dschat_lora.rl.play.environment import (
-    Environment,
-    StatefulEnvironment,
-    asked_together,
-    is_stateful,
-)
-from dschat_lora.rl.play.environment_adapters import find_adapter
 from dschat_lora.rl.response.response import Response, messages_after_prompt
-from dschat_lora.rl.response.turn_tokens import TurnTokens
 from dschat_lora.rl.score.user_functions import check_takes_responses, find_object, same_gradients
 
 
-def load_player(config: RlhfConfig, tokenizer: Tokenizer, closing: ExitStack) -> Player:
-    """What plays the rollouts of the options; ``closing`` ends what it starts.
+def load_player(options: EnvironmentOptions, config: RlhfConfig, tokenizer: Tokenizer) -> Player:
+    """What ``--environment`` names, to play the rollouts.
 
     Raises:
-        ValueError: if the options name nothing that can be used.
+        ValueError: if it names nothing that can be used, or nothing gives a reward.
     """
-    batch, data, rewards = config.batch, config.data, config.rewards
-    chat = make_chat(tokenizer, data.data.chat_template_kwargs)
-    turn_tokens = TurnTokens(chat, tokenizer)
-    for own in config.players:
-        player: Player = own.player(config, tokenizer, turn_tokens, closing)
-        return player
-    name = str(batch.environment)
-    if find_adapter(name) is None and hasattr(own := find_object("environment", name), "play"):
+    name, rewards = str(options.environment), config.rewards
+    found = find_object("environment", name)
+    player: Player
+    if hasattr(found, "play"):
         with same_gradients():
-            return UserPlayer(name, made("environment", name, own), tokenizer)
-    environment = load_environment(
-        name,
-        tokenizer,
-        chat=chat,
-        max_prompt_tokens=data.max_prompt_seq_len,
-        retries=rewards.reward_retries,
-        timeout=rewards.reward_timeout,
-    )
-    return Episodes(environment, turn_tokens, batch.max_turns)
+            player = UserPlayer(name, made("environment", name, found), tokenizer)
+    else:
+        chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
+        environment = load_environment(
+            name,
+            tokenizer,
+            chat=chat,
+            max_prompt_tokens=config.data.max_prompt_seq_len,
+            retries=rewards.reward_retries,
+            timeout=rewards.reward_timeout,
+        )
+        player = Episodes(environment, TurnTokens(chat, tokenizer), options.max_turns)
+    unscored = config.ppo.rules.learns_from_rewards and not config.is_scored
+    if player.reward_name is None and unscored:
+        raise ValueError(
+            f"--environment {name} gives no reward (a class may, by get_reward or step), and "
+            "neither --reward_function nor --critic_model_name_or_path does"
+        )
+    return player
 
 
 def load_environment(
@@ -70,9 +70,9 @@ def load_environment(
         ValueError: if there is none, a function takes no responses, or a class lacks methods.
     """
     option = "environment"
-    found = find_adapter(name) or find_object(option, name)
+    found = find_object(option, name)
     if not is_stateful(found):
-        check_takes_responses(option, name, found)
+        check_takes_responses(option, name, found, ", or have play(tasks, draw, *, key)")
         return Environment(option, name, found, tokenizer, retries=retries, timeout=timeout)
     environment = StatefulEnvironment(
         *(option, name, found, tokenizer),
@@ -103,9 +103,10 @@ class Episodes(Player):
         return self.environment.label()
 
     @property
-    def objects(self) -> Mapping[int, Any] | None:
-        """Those of an environment with state."""
-        return self.environment.made()
+    def beside(self) -> Beside | None:
+        """The objects of an environment with state."""
+        made = self.environment.made()
+        return None if made is None else Beside("environments", made)
 
     @property
     def asks(self) -> Sequence[Environment]:

@@ -10,7 +10,7 @@ from dschat_lora.data.encoder import call
 from dschat_lora.data.messages import Message
 from dschat_lora.data.templates import PROBE
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.response.response import Response, prompt_messages
+from dschat_lora.rl.response.response import Response, as_messages, prompt_of
 
 _QUESTION: Message = {"role": "user", "content": "?"}
 _THOUGHT = f"<think>\n{PROBE}\n</think>\n\n{PROBE}"
@@ -86,6 +86,11 @@ class TurnTokens:
                     "--chat_template"
                 )
         self._checked.add(roles)
+
+
+def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The prompt as messages; a text is one of a user's."""
+    return as_messages(prompt_of(response.row, tokenizer.decode(response.prompt)))
 
 
 def _turn(content: str) -> Message:

@@ -16,6 +16,7 @@ ARGV = """
     --eval_prompts 2 --eval_ratio 0 --actor_lora_learning_rate 5e-3 --stop_tokens e i n t a o
     --algorithm grpo --num_generations 2 --generation_batches 2 --log_rollouts 99
 """.split()
+PLAYER_MODULE = "addons.environments.own_players"
 PLAYERS = {
     "BetterOfTwo": "",
     "Hint": "--reward_function helpers.rlhf_course:vowels",
@@ -38,7 +39,12 @@ def runs(ranks, tmp_path_factory):
     for player, options in PLAYERS.items():
         for size in (1, 2):
             out = home / f"{player}{size}"
-            argv = [*ARGV, *options.split(), "--environment", f"helpers.players:{player}"]
+            argv = [
+                *ARGV,
+                *options.split(),
+                "--environment",
+                f"addons.environments.own_players:{player}",
+            ]
             argv += ["--output_dir", out]
             for name in ("generation", "training"):
                 argv += [f"--per_device_{name}_batch_size", 8 // size]

@@ -6,12 +6,12 @@ from collections import Counter
 import numpy as np
 
 from data.chat_tokenizers import build_chat_tokenizer
+from dschat_lora.addons.environments.players import Episodes
+from dschat_lora.addons.environments.stateful import StatefulEnvironment
+from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.samples import PromptSample
-from dschat_lora.rl.play.environment import StatefulEnvironment
-from dschat_lora.rl.play.players import Episodes
 from dschat_lora.rl.response.response import DecodedTurn, unanswered
-from dschat_lora.rl.response.turn_tokens import TurnTokens
 
 TOKENIZER = build_chat_tokenizer("qwen3_instruct_2507")
 CHAT = Chat(TOKENIZER, TOKENIZER.eos_token)

@@ -1,4 +1,4 @@
-"""Environments, which answer the actor: a function, or an object of a class for each episode."""
+"""Environments that are objects of a class, each through one episode at a time."""
 
 import inspect
 import json
@@ -8,115 +8,23 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from dschat_lora.addons.environments.environment import Environment, asked_together
+from dschat_lora.addons.environments.options import episode_prompt
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder, make_encoder
-from dschat_lora.data.messages import Message, check_message
+from dschat_lora.data.messages import Message
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tool_calls import ToolCall, parse_tool_calls, tool_schema
-from dschat_lora.engine.distributed import first_of_model, gather_texts, raise_together, tensor_rank
+from dschat_lora.engine.distributed import gather_texts, tensor_rank
 from dschat_lora.rl.draw.player import Key
-from dschat_lora.rl.options.names import episode_prompt
-from dschat_lora.rl.response.coroutines import run_together, run_without_loop
-from dschat_lora.rl.response.errors import UserFunctionError
+from dschat_lora.rl.response.coroutines import run_together
 from dschat_lora.rl.response.response import Response, as_messages, prompt_of
-from dschat_lora.rl.score.user_functions import (
-    UserFunction,
-    named_parameters,
-    same_gradients,
-    takes_all,
-)
-
-ResultT = TypeVar("ResultT")
-
-
-class EnvironmentFailedError(UserFunctionError):
-    """The environment failed; the cause is its error. Raised on every rank."""
-
-    what = "an environment"
-
-
-def asked_together(ask: Callable[[], ResultT]) -> ResultT:
-    """What an environment says on this rank; call on every rank.
-
-    Raises:
-        EnvironmentFailedError: if it fails on one.
-    """
-    try:
-        return raise_together(ask)
-    except Exception as error:
-        raise EnvironmentFailedError from error
-
-
-@dataclass(frozen=True)
-class Environment(UserFunction):
-    """A user's function that answers the actor's last turn, or ends the episode.
-
-    For each response it returns None, a message such as ``{"role": "tool", "content": "42"}``, or
-    several in a list.
-    """
-
-    noun, entry = "replies", "one message, several in a list, or None to end the episode"
-
-    def replies(self, responses: Sequence[Response], places: Sequence[int]) -> list[list[Message]]:
-        """The messages that follow each of this rank's responses, none where its episode ends.
-
-        ``places`` are the numbers of the responses among all of the rollout. Call on every rank.
-        Processes that hold one model between them ask once.
-
-        Raises:
-            EnvironmentFailedError: if the function fails or returns something else.
-        """
-        own = responses if tensor_rank() == 0 else ()
-
-        def replies() -> list[list[Message]]:
-            return [*map(self._messages, self._said(own, places[: len(own)]) if own else ())]
-
-        return first_of_model(asked_together(replies))
-
-    def _said(self, responses: Sequence[Response], places: Sequence[int]) -> list[Any]:
-        return self.call(responses)
-
-    def begin(
-        self, prompts: Sequence[PromptSample], mine: Iterable[int], num_generations: int, key: Key
-    ) -> list[PromptSample]:
-        """The prompts of episodes that are to begin; a function changes none."""
-        return list(prompts)
-
-    def label(self) -> str | None:
-        """The name of the reward that it gives; a function gives none."""
-        return None
-
-    def made(self) -> Mapping[int, Any] | None:
-        """What reward functions see beside each response, by its place; of a function nothing."""
-        return None
-
-    def rewards(self, places: Sequence[int]) -> list[float | None]:
-        """Rewards of episodes that are over; a function gives none."""
-        return [None] * len(places)
-
-    def _messages(self, reply: Any) -> list[Message]:
-        """The messages of what the function returned for one response."""
-        messages = [] if reply is None else reply if isinstance(reply, list) else [reply]
-        where = f"--{self.option} {self.name}"
-        for number, message in enumerate(messages, start=1):
-            check_message(where, f"message {number} that it returned", message)
-            if message["role"] == "assistant":
-                raise ValueError(
-                    f"{where} returned a message of role 'assistant', which is the actor's; its "
-                    "own are of 'user' or 'tool'"
-                )
-        try:
-            text = json.dumps(messages, ensure_ascii=False, allow_nan=False).encode()
-            found: list[Message] = json.loads(text)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{where} returned what JSON cannot hold: {error}") from error
-        return found
-
+from dschat_lora.rl.score.user_functions import named_parameters, same_gradients, takes_all
 
 # Methods that are no tools.
 RESERVED = ("reset", "step", "get_reward", "close")
@@ -151,6 +59,7 @@ class StatefulEnvironment(Environment):
     max_prompt_tokens: int = 0
     # Of this process, by number of the response: objects, and rewards that ``step`` gave.
     objects: dict[int, Any] = field(default_factory=dict, compare=False)
+    _kinds: dict[int, str] = field(default_factory=dict, compare=False)
     _rewards: dict[int, float] = field(default_factory=dict, compare=False)
     _key: list[int | str] = field(default_factory=list, compare=False)  # of the rollout's draws
     _idle: dict[str, list[Any]] = field(default_factory=dict, compare=False)
@@ -252,8 +161,8 @@ class StatefulEnvironment(Environment):
         Raises:
             EnvironmentFailedError: if an object fails, or copies of a prompt begin otherwise.
         """
-        for made, name in self.objects.values():  # those of the episodes before
-            self._idle.setdefault(name, []).append(made)
+        for place, made in self.objects.items():  # those of the episodes before
+            self._idle.setdefault(self._kinds[place], []).append(made)
         self.objects.clear()
         self._rewards.clear()
         self._key[:] = key
@@ -287,7 +196,8 @@ class StatefulEnvironment(Environment):
             for copy in range(num_generations):
                 idle = self._idle.setdefault(name, [])
                 made = idle.pop() if idle else self.factories[name]()
-                self.objects[number * num_generations + copy] = (made, name)
+                place = number * num_generations + copy
+                self.objects[place], self._kinds[place] = made, name
                 with _seeded(stream_seed("environment", *key, number)):
                     said += self._run([(made, _reset(made, row))])
             if any(each != said[0] for each in said):
@@ -340,7 +250,7 @@ class StatefulEnvironment(Environment):
 
     def _said(self, responses: Sequence[Response], places: Sequence[int]) -> list[Any]:
         turns = [
-            (self.objects[place][0], self._turn(response, place))
+            (self.objects[place], self._turn(response, place))
             for response, place in zip(responses, places, strict=True)
         ]
         earlier = [len(each.tokens) for each in responses]
@@ -372,7 +282,7 @@ class StatefulEnvironment(Environment):
 
     async def _turn(self, response: Response, place: int) -> Any:
         """What an object says to the actor's last turn."""
-        made, turn = self.objects[place][0], list(response.last_turn)
+        made, turn = self.objects[place], list(response.last_turn)
         _, calls = parse_tool_calls(self.tokenizer.decode(turn))
         if not hasattr(made, "step"):
             return [await self._called(made, call) for call in calls]
@@ -434,7 +344,7 @@ class StatefulEnvironment(Environment):
 
         def found() -> list[float | None]:
             own = [n for n in places if n in self.objects]
-            scored = [(self.objects[n][0], _scored(self.objects[n][0])) for n in own]
+            scored = [(self.objects[n], _scored(self.objects[n])) for n in own]
             given = self._run(scored, [(n, -1) for n in own])
             values: dict[int, float | None] = {}
             for n, value in zip(own, given, strict=True):
@@ -447,6 +357,22 @@ class StatefulEnvironment(Environment):
 def _is_async(made: Any) -> bool:
     members = inspect.getmembers(made, inspect.ismethod)
     return any(inspect.iscoroutinefunction(m) for n, m in members if not n.startswith("_"))
+
+
+def run_without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine gives that waits for nothing, without a loop: it may start one of its own.
+
+    Raises:
+        RuntimeError: if it waits for something, or calls ``sys.exit``.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    except SystemExit as error:
+        raise RuntimeError("sys.exit was called") from error
+    coroutine.close()
+    raise RuntimeError("a function that is no `async def` returned what must be awaited")
 
 
 async def _result(value: Any) -> Any:
