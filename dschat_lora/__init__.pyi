@@ -11,11 +11,11 @@ from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
-from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
+from dschat_lora.addons.audit.python import Audit as Audit
 from dschat_lora.addons.loralib.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.addons.loralib.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
 from dschat_lora.addons.loralib.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
@@ -132,10 +132,10 @@ def sft(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
 
@@ -260,10 +260,10 @@ def sft(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def reward(
@@ -376,10 +376,10 @@ def reward(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
     num_padding_at_beginning: int = 1,
 ) -> Run:
     """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``.
@@ -486,10 +486,10 @@ def reward(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
         num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
     """
 
@@ -610,10 +610,10 @@ def dpo(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
     num_padding_at_beginning: int = 1,
     offload_reference_model: bool = False,
 ) -> Run:
@@ -728,10 +728,10 @@ def dpo(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
         num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
         offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference is never a second model
     """
@@ -882,10 +882,10 @@ def rlhf(
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
-    tensorboard_path: str | os.PathLike[str] | None = None,
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    tensorboard_path: str | os.PathLike[str] | None = None,
     base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -926,7 +926,6 @@ def rlhf(
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
     actor_dropout: float = 0.0,
@@ -944,6 +943,7 @@ def rlhf(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
 
@@ -1101,10 +1101,10 @@ def rlhf(
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
@@ -1145,7 +1145,6 @@ def rlhf(
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1163,6 +1162,7 @@ def rlhf(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def distill(
@@ -1310,10 +1310,10 @@ def distill(
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
-    tensorboard_path: str | os.PathLike[str] | None = None,
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    tensorboard_path: str | os.PathLike[str] | None = None,
     base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -1349,7 +1349,6 @@ def distill(
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
     actor_dropout: float = 0.0,
@@ -1367,6 +1366,7 @@ def distill(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Train a student on its own responses, each token of which a teacher scores.
 
@@ -1521,10 +1521,10 @@ def distill(
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
@@ -1560,7 +1560,6 @@ def distill(
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1578,6 +1577,7 @@ def distill(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def generate(

@@ -33,6 +33,8 @@ SEAMS = (
     "media",
     "rest",
     "thumbnails",
+    "observer",
+    "run_view",
     "reference",
     "stage",
     "stored_form",

@@ -40,7 +40,6 @@ from dschat_lora.runtime.checks import (
     resolve_stage,
     settled_base_bits,
     with_bundled,
-    with_trackers,
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
@@ -436,7 +435,6 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_attention,
     check_zero_stages,
     with_recomputation,
-    with_trackers,
     check_output_dir,
     check_sources_are_kept,
     lambda config, _: through_addons(config, "check"),
