@@ -77,7 +77,7 @@ from dschat_lora.runtime.validation import (
     with_recomputation,
 )
 
-OPTIONS = frozenset(
+OPTIONS: frozenset[str] = frozenset(
     (
         *("dtype", "attn_implementation", "trust_remote_code", "base_bits", "chat_template"),
         *("add_eot_token", "eot_token", "gradient_checkpointing", "dropout", "rope_scaling"),
