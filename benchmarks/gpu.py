@@ -19,7 +19,6 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "decode": ("decode", {}),
     "ppo": ("ppo", {}),
-    "lookup": ("lookup", {}),
     "attention": ("attention", {}),
     "lora": ("lora", {}),
     "optimizer": ("optimizer", {}),

@@ -4,7 +4,7 @@
 #     benchmarks/gpu.sh [PART ...]
 #
 # A first machine with a GPU should run `dschat-lora doctor --first_hour` before.
-# Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo lookup attention
+# Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo attention
 # lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel ragged
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
@@ -21,7 +21,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
 PARTS=(
-  env trajectories scaling reload saving commands pairs sft decode ppo lookup attention lora optimizer
+  env trajectories scaling reload saving commands pairs sft decode ppo attention lora optimizer
   throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel ragged
 )
 
@@ -42,7 +42,6 @@ limit() {
     sft) [[ -n ${BENCH_SFT:-} ]] && echo 595 || echo 90 ;;
     decode) echo 150 ;;
     ppo) echo 240 ;;
-    lookup) echo 60 ;;
     attention) echo 150 ;;
     lora) echo 60 ;;
     optimizer) echo 45 ;;

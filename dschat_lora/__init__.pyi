@@ -58,8 +58,6 @@ def sft(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -127,6 +125,8 @@ def sft(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -186,8 +186,6 @@ def sft(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
@@ -255,6 +253,8 @@ def sft(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -299,8 +299,6 @@ def reward(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -371,6 +369,8 @@ def reward(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -409,8 +409,6 @@ def reward(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
@@ -481,6 +479,8 @@ def reward(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -526,8 +526,6 @@ def dpo(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -605,6 +603,8 @@ def dpo(
     compile: bool = False,
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -644,8 +644,6 @@ def dpo(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
@@ -723,6 +721,8 @@ def dpo(
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -792,8 +792,6 @@ def rlhf(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
@@ -818,7 +816,6 @@ def rlhf(
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
-    prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
     temperature: float = 1.0,
     rollout_temperature: float | None = None,
@@ -869,13 +866,6 @@ def rlhf(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
-    teacher_model_name_or_path: str | os.PathLike[str] | None = None,
-    teacher_bits: Literal[16, 4] | None = None,
-    teacher_system_prompt: str | None = None,
-    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
-    jsd_beta: float = 0.5,
-    distill_top_k: int = 0,
-    on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
@@ -910,6 +900,8 @@ def rlhf(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -924,6 +916,13 @@ def rlhf(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    teacher_model_name_or_path: str | os.PathLike[str] | None = None,
+    teacher_bits: Literal[16, 4] | None = None,
+    teacher_system_prompt: str | None = None,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
+    on_policy_share: float = 1.0,
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
@@ -1014,8 +1013,6 @@ def rlhf(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
@@ -1040,7 +1037,6 @@ def rlhf(
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
-        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         temperature (float): of sampling and of all log-probabilities
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
@@ -1058,7 +1054,7 @@ def rlhf(
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
         soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; grpo and its kin compare the responses to a prompt
         kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
         ppo_epochs (int): passes over the responses of an iteration
         kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
@@ -1091,13 +1087,6 @@ def rlhf(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
-        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1132,6 +1121,8 @@ def rlhf(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
@@ -1146,6 +1137,13 @@ def rlhf(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
@@ -1224,8 +1222,6 @@ def distill(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     num_prompts: int = 0,
     per_device_training_batch_size: int = 16,
     num_train_epochs: int = 1,
@@ -1251,7 +1247,6 @@ def distill(
     num_generations: int | None = None,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
-    prompt_lookup_num_tokens: int = 0,
     do_sample: bool = True,
     rollout_temperature: float | None = None,
     top_p: float = 1.0,
@@ -1301,12 +1296,6 @@ def distill(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
-    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
-    teacher_system_prompt: str | None = None,
-    on_policy_share: float = 1.0,
-    teacher_bits: Literal[16, 4] | None = None,
-    jsd_beta: float = 0.5,
-    distill_top_k: int = 0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
@@ -1341,6 +1330,14 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    teacher_system_prompt: str | None = None,
+    on_policy_share: float = 1.0,
+    teacher_bits: Literal[16, 4] | None = None,
+    jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     vllm_command: str | None = None,
     vllm_gpu_memory_utilization: float = 0.3,
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
@@ -1436,8 +1433,6 @@ def distill(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
         per_device_training_batch_size (int): responses per device and micro-batch of the update
         num_train_epochs (int): passes over data; 0 evaluates only
@@ -1463,7 +1458,6 @@ def distill(
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
-        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
         top_p (float): sample from the likeliest tokens of this probability mass
@@ -1513,12 +1507,6 @@ def distill(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
-        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1553,6 +1541,14 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
         vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
@@ -1607,7 +1603,6 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     num_return_sequences: int = 1,
-    prompt_lookup_num_tokens: int = 0,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     image: str | Sequence[str] = (),
@@ -1647,7 +1642,6 @@ def generate(
         top_p (float): draw from the most probable tokens up to this sum
         top_k (int): draw from so many of the most probable tokens; 0: all
         num_return_sequences (int): answers to each prompt, with --do_sample
-        prompt_lookup_num_tokens (int): prompt look-up: guess up to so many tokens at a time from where the last ones stood before, and compute them in one step; texts are those without, sooner where they quote; 0: off
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         image (str | Sequence[str]): files of pictures in front of each of --prompts, or where it has <image>
@@ -1760,8 +1754,6 @@ def audit(
     unpaired_rows: Literal['refuse', 'good_only', 'all'] = 'refuse',
     preprocessing_num_workers: int = 0,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
-    streaming: bool = False,
-    shuffle_buffer_size: int = 10000,
     sft_only_data_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     train_on_prompt: bool = False,
     train_empty_think: bool = False,
@@ -1778,6 +1770,8 @@ def audit(
     language_rows: int = 0,
     kept_path: str | os.PathLike[str] | None = None,
     overwrite_kept_path: bool = False,
+    streaming: bool = False,
+    shuffle_buffer_size: int = 10000,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
 ) -> Audit:
@@ -1807,13 +1801,11 @@ def audit(
         unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
         preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
         show (int): samples to show, token by token, with what is supervised
-        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts of step 3
         seed (int): of --data_split and --eval_ratio
         chat_template (str | None): file of a Jinja chat template, as in training
         trust_remote_code (bool): run tokenizer code of a hub repository
@@ -1825,6 +1817,8 @@ def audit(
         language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
         kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
         overwrite_kept_path (bool): replace a file that is at --kept_path
+        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
+        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
     """

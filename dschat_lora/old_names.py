@@ -36,7 +36,6 @@ OLD_NAMES = {
     "rl.play.stateful_environment": "rl.play.environment",
     "rl.play.turn_tokens": "rl.response.turn_tokens",
     "rl.pretraining": "rl.learn.pretraining rl.loop.build",
-    "rl.prompt_stream": "rl.draw.prompt_stream rl.draw.source",
     "rl.response.messages": "rl.response.response",
     "rl.response.transfer": "rl.response.response",
     "rl.rewards": "rl.score.user_functions rl.response.errors rl.response.response rl.score.scores",
@@ -46,10 +45,8 @@ OLD_NAMES = {
     "rl.response.response",
     "rl.score.reward_functions": "rl.score.scores",
     "rl.score.shaping": "rl.score.scores",
-    "rl.served_teacher": "rl.learn.served_teacher",
     "rl.setup": "rl.loop.setup rl.learn.roles",
     "rl.stateful_environment": "rl.play.environment rl.play.players",
-    "rl.teacher": "rl.learn.teacher",
     "rl.throughput": "rl.watch.throughput",
     "rl.train": "rl.loop.train",
     "rl.trainer": "rl.loop.trainer rl.loop.build rl.loop.schedule rl.loop.sampler",
@@ -57,7 +54,6 @@ OLD_NAMES = {
     "rl.validation": "rl.loop.validation",
     "rl.verifiers_environment": "rl.play.verifiers_environment",
     "rl.watch.rows": "rl.loop.parts",
-    "runtime.streaming": "runtime.run runtime.shared_stream",
     "world": "assets.toy_world",
 }
 

@@ -7,10 +7,11 @@ and lines of the package it has imported when it ends; files without a line are 
 
 Code lines are those without blank lines, comments and docstrings. A function's length is from its
 ``def`` to its end, and functions within functions count too. Rooms are those of ``FLOORS`` in
-tests/test_layering.py, and folders that it does not name; all of ``addons/`` is one room. An arrow
-is a pair of rooms of which the first imports from the second, at the top of a module or in a
-function, by ``import`` or ``late("module:name")``, but not under ``TYPE_CHECKING``. A circle is
-two rooms that import each other. The package's own ``__init__``, with the version, is no room.
+tests/test_layering.py, and folders that it does not name. For arrows and circles all of ``addons/``
+is one room, and so is one that the table divides, as ``rl``. An arrow is a pair of rooms of which
+the first imports from the second, at the top of a module or in a function, by ``import`` or
+``late("module:name")``, but not under ``TYPE_CHECKING``. A circle is two rooms that import each
+other. The package's own ``__init__``, with the version, is no room.
 
 Parts of a room are its sub-folders and the files directly in it. The depth of imports is the number
 of modules on the longest chain in which each imports the next, all of the room; the modules of a
@@ -56,12 +57,12 @@ FEATURES = {
     "streaming": (r"streaming|streamed|stream_?loader|prompt_?stream|tar_rows", r"stream|tar_rows"),
     "agents": (r"agent", r"agent"),
     "context parallel": (r"(context|sequence).?parallel", r"context_parallel"),
-    "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"rollout_servers|vllm"),
+    "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"^addons/"),
 }
 FOLDERS = ("training", "tests", "benchmarks", "scripts")
 COUNTED = ("RlhfSetup", "Generator", "Generator.__init__", "Response", "iterate")
 # What names engines that draw responses beside the run, and the room in which it may.
-ENGINES = (r"vllm|sglang|rollout_?server|by_servers", "rl.draw")
+ENGINES = (r"vllm|sglang|rollout_?server|by_servers", "addons")
 LOOP = {"RlhfTrainer", "set_up"}  # their modules' siblings are counted by default
 SILENT = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
@@ -233,7 +234,8 @@ def rooms(graph: Graph, floor_of: Mapping[str, int]) -> tuple[dict[str, str], di
         if floor_of.get(a, math.inf) < floor_of.get(b, 0)
     ]
     trunk = graph.keys() - addons.keys()
-    return room_of, figures_of(arrows(graph, room_of), "rooms") | {
+    whole = {name: room.partition(".")[0] for name, room in room_of.items()}
+    return room_of, figures_of(arrows(graph, whole), "rooms") | {
         "arrows to a higher floor": sorted(upwards),
         "arrows among add-ons": sum(map(len, arrows(graph, addons).values())),
         "modules of the trunk that import add-ons": sorted(
@@ -363,7 +365,7 @@ def measure(
             for name, node in module.definitions()
             if isinstance(node, Function) and name.endswith(ends)
         },
-        f"files outside {ENGINES[1]} that name its engines": {
+        f"files outside {ENGINES[1]} that name engines": {
             f"in {room}": [each.path for each in naming if each in looked_at],
             "elsewhere": [each.path for each in naming if each not in looked_at],
         },

@@ -47,7 +47,6 @@ PARTS = (
     "sft",
     "decode",
     "ppo",
-    "lookup",
     "attention",
     "lora",
     "optimizer",

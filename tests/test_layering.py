@@ -54,7 +54,7 @@ FLOORS = [
             "algos config",
             "datasets huggingface_hub jinja2 numpy pyarrow tokenizers torch transformers",
             "arrow_rows digests json_stream layouts media message_layouts messages readers "
-            "row_formats rows sources tar_rows templates thoughts tool_calls",
+            "row_formats rows sources templates thoughts tool_calls",
         ),
         "engine": Room(
             "algos config",
@@ -198,13 +198,18 @@ FLOORS = [
         ),
         "addons.rewards": Room(
             "config models report rl.score runtime",
-            "jsonschema lm_eval math_verify",
+            "jsonschema lm_eval math_verify torch",
             "addon builtin external",
         ),
         "addons.serving": Room(
             "algos checkpoint config data engine generation lora models report runtime supervised",
             "h11 llguidance starlette torch uvicorn",
             "addon config verbs endpoint.sockets",
+        ),
+        "addons.streaming": Room(
+            "algos config data engine report rl.draw rl.loop runtime supervised",
+            "datasets huggingface_hub numpy pyarrow",
+            "addon options tar_rows",
         ),
     },
     {
@@ -213,6 +218,12 @@ FLOORS = [
             " rl.response rl.score runtime",
             "openai starlette",
             "addon options",
+        ),
+        "addons.distill": Room(
+            "algos api commands config data engine lora models rl.draw rl.learn rl.options"
+            " rl.response rl.score runtime",
+            "numpy torch transformers",
+            "addon algorithm options python stage verbs",
         ),
         "addons.glue": Room(
             "addons.loralib algos checkpoint config data engine lora models report runtime",
@@ -248,11 +259,12 @@ ROOMS = {"": Room("config old_names", light="__init__")} | {
 OWNERS = {
     "argparse": {"config"},
     "bitsandbytes": {"lora"},
-    "datasets": {"data", "addons.glue"},
+    "datasets": {"data", "addons.glue", "addons.streaming"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.bases", "addons.engines", "addons.glue", "addons.images", "addons.loralib"),
-        *("addons.nlg", "checkpoint", "data", "generation", "models", "runtime"),
+        *("addons.bases", "addons.distill", "addons.engines", "addons.glue", "addons.images"),
+        *("addons.loralib", "addons.nlg", "checkpoint", "data", "generation", "models"),
+        "runtime",
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -270,9 +282,15 @@ VERBS = {
         "addons.agents.options",
         "addons.diagnostics.options",
         "addons.bases.forms",
+        "addons.distill.algorithm",
+        "addons.distill.options",
+        "addons.distill.python",
+        "addons.distill.stage",
+        "addons.distill.verbs",
         "addons.loralib.verbs",
         "addons.publish.verbs",
         "addons.serving.verbs",
+        "addons.streaming.options",
         "addons.tinker.verbs",
     ),
 }

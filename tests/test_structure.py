@@ -111,9 +111,9 @@ def test_a_room_from_inside(figures):
 
 def test_lines_of_functions_and_what_names_engines_outside_their_room(figures):
     assert figures["lines of functions"] == {"rl.trainer.RlhfTrainer.__init__": 5}
-    assert figures["files outside rl.draw that name its engines"] == {
-        "in rl": ["rl/options.py"],
-        "elsewhere": ["addons/serving.py"],
+    assert figures["files outside addons that name engines"] == {
+        "in rl": ["rl/draw/rows.py", "rl/options.py"],
+        "elsewhere": [],
     }
 
 

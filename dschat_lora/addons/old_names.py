@@ -13,6 +13,7 @@ _PACKAGES = {
 }
 _SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
+    "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
     "api.losses": "addons.trainer.losses",
@@ -27,6 +28,9 @@ OLD_NAMES = {
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",
     "data.similar_rows": "addons.audit.similar_rows",
+    "data.stream": "addons.streaming.stream data.readers",
+    "data.stream_loader": "addons.streaming.loader",
+    "data.tar_rows": "addons.streaming.tar_rows",
     "generation.search": "generation.greedy addons.nlg.beam_search",
     "lora.deepspeed_chat": "addons.loralib.deepspeed_chat",
     "lora.loralib": "addons.loralib.loralib addons.loralib",
@@ -57,6 +61,12 @@ OLD_NAMES = {
     "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
+    "rl.config": "rl.options.config rl.options.names addons.distill.stage",
+    "rl.learn.served_teacher": "addons.distill.served_teacher",
+    "rl.learn.teacher": "addons.distill.teacher",
+    "rl.role_config": "rl.options.role_config addons.distill.options",
+    "rl.served_teacher": "addons.distill.served_teacher",
+    "rl.teacher": "addons.distill.teacher",
     "rl.agent_server": "addons.agents.agents",
     "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
     "rl.external_rewards": "addons.rewards.external",
@@ -80,6 +90,10 @@ OLD_NAMES = {
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
+    "rl.draw.prompt_stream": "addons.streaming.prompts",
+    "rl.prompt_stream": "addons.streaming.prompts rl.draw.source",
+    "runtime.shared_stream": "addons.streaming.runs",
+    "runtime.streaming": "addons.streaming.hub addons.streaming.runs",
     "rl.rollout_engines": "addons.engines.server_engine rl.draw.engine",
     "rl.rollout_servers": _SERVERS,
     "rl.rollouts_ahead": "addons.engines.rollouts_ahead",

@@ -12,6 +12,8 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.modeling_layers import GenericForSequenceClassification
 
+HEAD = "score"  # of a classifier
+
 
 def register_score_class(config: PretrainedConfig) -> None:
     """Have ``AutoModelForSequenceClassification`` know a class for this kind of decoder.

@@ -19,12 +19,14 @@ ADDONS: Mapping[str, Names] = {
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
     "audit": Names(),
+    "streaming": Names(),
     "images": Names(),
     "engines": Names(
         values="rollout_engine=transformers rollout_engine=vllm "
         "rollout_engine=http: rollout_engine=https:"
     ),
     "agents": Names(),
+    "distill": Names("distill", "distill", "algorithm=distill"),
     "diagnostics": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"

@@ -30,9 +30,12 @@ SEAMS = (
     "algorithm",
     "options_file",
     "row_format",
+    "row_file",
     "media",
     "rest",
     "thumbnails",
+    "reference",
+    "stage",
     "stored_form",
     "base_file",
     "base_distance",
@@ -189,6 +192,13 @@ def verb_path(verb: str) -> str:
     return _path_of(verb, "verbs", f"dschat-lora {verb}")
 
 
+def summary_of(verb: str) -> str:
+    """What a verb of the package or an add-on does, in a line."""
+    if verb in VERBS:
+        return VERBS[verb]
+    return next(a.summaries[verb] for a in installed().values() if verb in a.summaries)
+
+
 def function_path(name: str) -> str:
     """The same of a name that add-ons have in ``dschat_lora``."""
     return _path_of(name, "functions", f"dschat_lora.{name}")
@@ -247,6 +257,13 @@ def groups_of(config: Any, method: str) -> Iterator[Any]:
     for each in fields(config.addons):
         if hasattr(own := getattr(config.addons, each.name), method):
             yield own
+
+
+def through_addons(config: Any, method: str) -> Any:
+    """The config as this method of add-ons' options makes it in turn; None leaves it as it is."""
+    for own in groups_of(config, method):
+        config = getattr(own, method)(config) or config
+    return config
 
 
 def owners(config: Any) -> dict[str, str]:

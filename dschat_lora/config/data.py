@@ -97,15 +97,9 @@ class SourceConfig:
         help="JSON object of variables for the chat template, such as "
         """'{"enable_thinking": false}'; a row's column of this name comes first""",
     )
-
-    streaming: bool = option(
-        False,
-        help="read, tokenise and pack rows while training, at bounded memory, in place of "
-        "preparing all of them before; needs --max_steps",
-    )
-    shuffle_buffer_size: int = option(
-        10_000, help="rows that --streaming shuffles and packs at a time, besides shards' order"
-    )
+    # what reads training sources on behind their first rows, which alone are prepared:
+    # see :class:`dschat_lora.data.loader.Tail`
+    tail: Any = hidden(None)
 
     def __post_init__(self) -> None:
         require_numbers(self, "in [0, 1)", "eval_ratio")
@@ -140,24 +134,6 @@ class SourceConfig:
         if self.data_split is not None:
             parse_data_split(self.data_split)
         parse_variables(self.chat_template_kwargs)
-        require_numbers(self, ">= 1", "shuffle_buffer_size")
-        if self.streaming:
-            for name in ("data_weights", "data_split"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"--{name} needs to know the number of rows, which --streaming does not; "
-                        "give --data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
-                    )
-            if self.mixture_temperature != 1 and not self.has_shares:
-                raise ValueError(
-                    f"--mixture_temperature {self.mixture_temperature:g} needs shares in "
-                    "--data_path, as in a.jsonl:0.6 b/:0.4: --streaming does not know the rows"
-                )
-            if len(set(self.max_repeats)) > 1 and not self.has_shares:
-                raise ValueError(
-                    f"--max_repeats {' '.join(map(str, self.max_repeats))}: --streaming reads "
-                    "sources without shares as one; give one number"
-                )
 
     def _require_bounds(self, name: str) -> None:
         bounds, count = getattr(self, name), len(self.data_path)

@@ -570,9 +570,3 @@ class RunConfig:
         require(self.output_dir != "", "output_dir", "", "a directory; . is the current one")
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise ValueError(f"--output_dir {self.output_dir} is a file, not a directory")
-
-
-PROMPT_LOOKUP = (
-    "prompt look-up: guess up to so many tokens at a time from where the last ones stood before, "
-    "and compute them in one step; texts are those without, sooner where they quote; 0: off"
-)

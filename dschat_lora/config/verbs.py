@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from dschat_lora.config.addons import addon_options
 from dschat_lora.config.data import parse_columns
-from dschat_lora.config.groups import PROMPT_LOOKUP, ModelConfig, require, require_numbers
+from dschat_lora.config.groups import ModelConfig, require, require_numbers
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import InferenceConfig
 
@@ -97,7 +97,6 @@ class GenerateConfig(ReadingConfig):
     top_k: int = option(0, help="draw from so many of the most probable tokens; 0: all")
     num_return_sequences: int = option(1, help="answers to each prompt, with --do_sample")
     seed: int = option(1234, help="of the draws")
-    prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP)
     addons: Any = group(addon_options("generate"))
 
     def __post_init__(self) -> None:
@@ -106,7 +105,7 @@ class GenerateConfig(ReadingConfig):
         require(given, "prompts", "nothing", "texts, or --data_path a file of prompts")
         require_numbers(self, ">= 1", "max_new_tokens", "num_return_sequences")
         require_numbers(self, ">= 1e-06 (greedy: --no-do_sample)", "temperature")
-        require_numbers(self, ">= 0", "top_k", "prompt_lookup_num_tokens")
+        require_numbers(self, ">= 0", "top_k")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         if not self.do_sample and self.num_return_sequences > 1:
             raise ValueError(

@@ -101,7 +101,7 @@ def collect(
         train[rows], held_out[rows] = split.train & usable, split.eval & usable
     weights = dict(enumerate(config.data_weights))
     counted = {number: int(train[rows].sum()) for number, rows in slices.items()}
-    if config.is_mixture and not config.streaming:
+    if config.is_mixture and config.tail is None:
         own = {number: size for number, size in counted.items() if size}
         wanted = {n: sources[n].weight for n in own}
         weights = mixture_weights(own, wanted, config.mixture_temperature)

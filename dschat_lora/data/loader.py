@@ -323,7 +323,7 @@ class SampleSources(NamedTuple):
 def told_sources(config: "DataConfig", data: "Prepared") -> tuple[str, ...]:
     """Names of the training sources where metrics tell them apart; else none."""
     names = tuple(data.train_sources) if config.is_mixture else ()
-    if config.streaming:
+    if config.tail is not None:
         names = data.names[: len(config.data_path) + len(config.sft_only_data_path)]
     return names if len(names) > 1 else ()
 
@@ -336,6 +336,65 @@ def sample_sources(data: "Prepared", names: Sequence[str]) -> SampleSources:
     return SampleSources(names, numbers, [data.times[name] for name in names])
 
 
+class Loader(Protocol):
+    """The micro-batches of a run's optimizer steps."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of a pass; those of the run where the length of the data is not known."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step that was taken last is the last one that the data gives."""
+
+    def steps(self, start: int) -> Iterator[Window]:
+        """This rank's micro-batches of each step from ``start`` on, until the data ends.
+
+        Raises:
+            StreamError: where the data cannot be read on.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """That after the step that was taken last; empty where its number says all."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`state` returned."""
+
+
+class Tail(Protocol):
+    """What reads training sources on behind their first rows, which alone are prepared.
+
+    An add-on's options have ``config.data.tail`` be one, in their ``before_data``. ``setup`` is
+    that of the run; methods with one are called on every rank.
+    """
+
+    @property
+    def about(self) -> str:
+        """What the rows of steps are, for a dry run."""
+
+    @property
+    def at_once(self) -> tuple[int, str]:
+        """Rows that may stand in for each other at a time, and what to do to have more."""
+
+    def hub_rows(self, source: Any) -> Iterable[Any]:
+        """Rows of a hub data set, read as they are asked for."""
+
+    def identity(self, *data: "DataConfig | None") -> str:
+        """What is read, for the identity of a run's state."""
+
+    def loader(self, setup: Any, layout: Any) -> Loader:
+        """Steps of a supervised stage."""
+
+    def text_loader(self, setup: Any, data: "DataConfig", head: "Prepared", **how: Any) -> Loader:
+        """Steps of pretraining text that goes with responses."""
+
+    def source(self, setup: Any, data: "DataConfig", head: "Prepared", **how: Any) -> Any:
+        """Samples of each iteration of step 3; see :class:`dschat_lora.rl.draw.source.Source`."""
+
+    def record(self, run: Any, state: dict[str, Any], *, has_ended: bool, step: int) -> None:
+        """Record what was read, by the state of a loader or source."""
+
+
 class StepLoader:
     """``epoch(n)`` yields, for every optimizer step of epoch ``n``, this rank's micro-batches.
 
@@ -346,6 +405,8 @@ class StepLoader:
 
     Every rank assigns the rows of all ranks, and so knows their counts without communication.
     """
+
+    has_ended = False  # epoch comes after epoch
 
     def __init__(
         self,
@@ -413,6 +474,12 @@ class StepLoader:
         for number in count(epoch):
             yield from self.epoch(number, first)
             first = 0
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        assert not state
 
     def window(self, rows: list[PackedRow]) -> Window:
         """This rank's micro-batches of the step that these rows are."""

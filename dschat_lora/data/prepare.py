@@ -50,7 +50,7 @@ MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
 OPTIONS = (
     *("max_seq_len", "overlong", "bad_rows", "columns", "unpaired_rows", "train_on_prompt"),
     *("eos_after_prompt", "data_split", "data_weights", "eval_ratio", "chat_template_kwargs"),
-    *("mixture_temperature", "streaming", "train_empty_think"),
+    *("mixture_temperature", "train_empty_think"),
 )
 
 
@@ -79,7 +79,7 @@ class Prepared:
     train_sources: dict[str, int] = field(default_factory=dict)
     eval_sources: dict[str, int] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
-    # under --streaming: digests of held-out rows and their prompts, not to be trained on
+    # with a tail: digests of held-out rows and their prompts, not to be trained on
     left_out: frozenset[bytes] = frozenset()
     media: MediaReader | None = None  # of inputs beside text, where rows have any
 
@@ -241,7 +241,7 @@ def _build(
         "digests": digests,
         "sources": samples,
         "times": found.source_times,
-        "left_out": _left_out(found) if config.streaming and not config.eval_data_path else [],
+        "left_out": [] if config.tail is None or config.eval_data_path else _left_out(found),
     }
 
 
@@ -303,9 +303,9 @@ def fingerprint(
     described: list[list[Any]] = []
     for source in sources:
         found: list[Any]
-        if source.files and not source.streaming:
+        if source.files and source.tail is None:
             found = [[data_suffix(file), file_digest(file)] for file in source.files]
-        elif source.hub_name is not None and not source.streaming:
+        elif source.hub_name is not None and source.tail is None:
             found = [cast("Dataset", load_hub(source))._fingerprint]
         else:
             digest = hashlib.blake2b(digest_size=16)
@@ -317,6 +317,7 @@ def fingerprint(
     parts = {
         "sources": described,
         "options": {name: getattr(config, name) for name in OPTIONS},
+        "has_tail": config.tail is not None,
         "run": [phase, seed, eos_id, kind],
         "tokenizer": describe_tokenizer(tokenizer),
         "code": code_digest(),

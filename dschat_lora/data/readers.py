@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import re
-import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, NamedTuple, cast
 
+from dschat_lora.config.addons import load, provided
 from dschat_lora.config.files import TOO_DEEP, json_object
 from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of, without_absent
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.row_formats import format_of, row_formats, row_of
 from dschat_lora.data.sources import Source, kind_of_file
-from dschat_lora.data.tar_rows import tar_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -133,7 +132,8 @@ def iter_unread(source: Source) -> Iterator[RawRow | Line]:
 
 def _iter_all(source: Source) -> Iterator[RawRow | Line]:
     if source.hub_name is not None:
-        yield from hub_rows(source.hub_name, load_hub(source, streaming=source.streaming))
+        rows = load_hub(source) if source.tail is None else source.tail.hub_rows(source)
+        yield from hub_rows(source.hub_name, rows)
     of_arrow = hasattr(source.rows, "features")  # as `datasets` has rows
     for index, values in enumerate(() if source.rows is None else source.rows):
         values = without_absent(values) if of_arrow else values
@@ -168,7 +168,7 @@ def count_rows(sources: Sequence[Source]) -> int | None:
     """Rows of all sources, or None where to count them takes as long as to read them."""
     total = 0
     for source in sources:
-        if source.most is not None or source.streaming:
+        if source.most is not None or source.tail is not None:
             return None
         if source.hub_name is not None:
             total += len(cast("Dataset", load_hub(source)))
@@ -204,7 +204,6 @@ def iter_unread_file(path: Path, start: Place = START) -> Iterator[RawRow | Line
         ".json": _iter_json,
         ".txt": _iter_txt,
         ".csv": _iter_csv,
-        ".tar": _iter_tar,
         ".parquet": partial(_iter_batches, read=parquet_batches, first=start.row),
         ".arrow": partial(_iter_batches, read=arrow_batches, first=start.row),
     }
@@ -212,7 +211,8 @@ def iter_unread_file(path: Path, start: Place = START) -> Iterator[RawRow | Line
     passed_over = 0 if kind in (".jsonl", ".parquet", ".arrow") else start.row
     try:
         unpacked, most = 0, max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
-        for row in islice(readers[kind](path), passed_over, None):
+        read = readers.get(kind) or partial(_iter_other, read=load(provided("row_file")[kind]))
+        for row in islice(read(path), passed_over, None):
             unpacked += row.size
             if unpacked > most:
                 raise ValueError(
@@ -233,8 +233,8 @@ def _text_size(value: object) -> int:
     return len(value) if isinstance(value, str | bytes) else 0
 
 
-def load_hub(source: Source, *, streaming: bool = False) -> "Dataset | IterableDataset":
-    """The data set of a hub name, of its split ``train`` by default; read as it goes if streaming.
+def load_hub(source: Source, **options: Any) -> "Dataset | IterableDataset":
+    """The data set of a hub name, of its split ``train`` by default, loaded with ``options``.
 
     Raises:
         ValueError: in one line, if it cannot be loaded.
@@ -243,7 +243,6 @@ def load_hub(source: Source, *, streaming: bool = False) -> "Dataset | IterableD
 
     name, config, split = source.hub_parts
     try:
-        options = {"streaming": True} if streaming else {}
         return load_dataset(name, *([config] if config else []), split=split, **options)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
@@ -251,22 +250,6 @@ def load_hub(source: Source, *, streaming: bool = False) -> "Dataset | IterableD
             f"--{source.option} {source.entry} is not a local path and could not be loaded "
             f"from the hub: {reason}"
         ) from error
-
-
-def known_rows(source: Source) -> int:
-    """Rows of a hub data set by its card, or by what was made of it before; 0 where neither tells.
-
-    Nothing but the description is fetched.
-    """
-    from datasets import load_dataset_builder
-
-    name, config, split = source.hub_parts
-    try:
-        splits = load_dataset_builder(name, config).info.splits or {}
-    except (OSError, ValueError, RuntimeError):  # that it cannot be read is said by who reads it
-        return 0
-    rows = int(splits[split].num_examples) if split in splits else 0
-    return min(rows, source.most or rows)
 
 
 def _parse_json(line: str) -> object:
@@ -430,15 +413,13 @@ def _iter_csv(path: Path) -> Iterator[RawRow]:
             raise RowError(f"{path}:{reader.line_num + 1}", f"not valid CSV ({error})") from error
 
 
-def _iter_tar(path: Path) -> Iterator[RawRow]:
-    try:
-        with _open(path) as file:
-            for number, row in enumerate(tar_rows(file, most=MOST_ROW), start=1):
-                if row is None:
-                    raise _too_large(f"{path}:{number}", "the row")
-                yield RawRow(f"{path}:{number}", *row)
-    except tarfile.TarError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+def _iter_other(path: Path, read: Callable[..., Iterator[Any]]) -> Iterator[RawRow]:
+    """Rows of a file of a kind that an add-on reads, each its values and what is wrong with it."""
+    with _open(path) as file:
+        for number, row in enumerate(read(file, most=MOST_ROW), start=1):
+            if row is None:
+                raise _too_large(f"{path}:{number}", "the row")
+            yield RawRow(f"{path}:{number}", *row)
 
 
 def _iter_batches(

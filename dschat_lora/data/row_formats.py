@@ -1,8 +1,8 @@
 """Formats of rows that add-ons know, beside the columns of :mod:`dschat_lora.data.layouts`."""
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -93,9 +93,8 @@ def row_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def format_files() -> dict[str, Path]:
-    """The file of each format's module, by name."""
-    paths, found = provided("row_format"), dict[str, Path]()
-    for name in row_formats():  # which have been imported
-        module = sys.modules[paths[name].partition(":")[0]]
-        found[name] = Path(str(module.__file__))
-    return found
+    """The file of each format's module, by name, and of each reader of a kind of files."""
+    paths, files = provided("row_format"), provided("row_file")
+    modules = {**{name: paths[name] for name in row_formats()}, **files}
+    found = {name: import_module(path.partition(":")[0]) for name, path in modules.items()}
+    return {name: Path(str(module.__file__)) for name, module in found.items()}

@@ -33,9 +33,9 @@ KNOWN_TYPES = (
 # Bytes of a file that start-up checks read whole, in less than a second.
 SMALL_FILE = 16 * 2**20
 CHECKED_ROWS = 1000  # of rows in memory, likewise
-CHECKED_SHARDS = 8  # of a source that is streamed
-# Of each training source under --streaming, for the audit and, without --eval_data_path, for the
-# rows that are held out.
+CHECKED_FILES = 8  # of a source with a tail
+# Of each training source with a tail, for the audit and, without --eval_data_path, for the rows
+# that are held out.
 HEAD_ROWS = 1000
 ValueT = TypeVar("ValueT")
 
@@ -100,7 +100,7 @@ def check_sources(
     options = row_options(config, media)
     for source in config_sources(config):
         wanted: DataKind = "samples" if source.option == "sft_only_data_path" else kind
-        for file in source.files[: CHECKED_SHARDS if source.streaming else None]:
+        for file in source.files[: None if source.tail is None else CHECKED_FILES]:
             seen = None if file.stat().st_size <= SMALL_FILE else 1
             rows = 0
             for raw in islice(iter_file(file), seen):
@@ -174,24 +174,24 @@ def _prompts(config: DataConfig) -> Iterator[str | None]:
 def config_sources(config: DataConfig, *, head: bool = True) -> tuple[Source, ...]:
     """Every source that the options name, training data first.
 
-    Under ``--streaming`` training sources are their first rows, unless ``head`` is False.
+    With a tail training sources are their first rows, unless ``head`` is False.
     """
     count = len(config.data_path)
 
     def of_each(values: Sequence[ValueT], default: ValueT) -> Sequence[ValueT]:
         return values if len(values) > 1 else [*(values or (default,))] * count
 
-    sources, streams = [], config.streaming
+    sources, tail = [], config.tail
     splits: Sequence[str | None] = of_each(config.data_split_name, None)
     for typed, split, most in zip(
         config.data_path, splits, of_each(config.max_source_rows, 0), strict=True
     ):
         entry, weight = split_weight(typed)
         source = find_source("data_path", entry, split)
-        sources.append(replace(source, weight=weight, most=most or None, streaming=streams))
+        sources.append(replace(source, weight=weight, most=most or None, tail=tail))
     for entry in config.sft_only_data_path:
-        sources.append(replace(find_source("sft_only_data_path", entry), streaming=streams))
-    if streams and head:
+        sources.append(replace(find_source("sft_only_data_path", entry), tail=tail))
+    if tail is not None and head:
         sources = [replace(s, most=min(s.most or HEAD_ROWS, HEAD_ROWS)) for s in sources]
     return (*sources, *(find_source("eval_data_path", entry) for entry in config.eval_data_path))
 

@@ -5,17 +5,17 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from dschat_lora.config.addons import provided
 from dschat_lora.config.files import read_json
 from dschat_lora.config.held import PREFIX, held_object, is_held
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]+){0,2}")
-_TEXT, _PACKED = (".jsonl", ".json", ".csv", ".txt", ".tar"), ("", ".gz", ".zst")
-SUFFIXES = (*(text + packed for text in _TEXT for packed in _PACKED), ".parquet", ".arrow")
-# In words, for messages.
-DATA_FILES = ".jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow"
+_TEXT, _PACKED = (".jsonl", ".json", ".csv", ".txt"), (".gz", ".zst")
+_TABLES = (".parquet", ".arrow")
 # What `datasets` and the hub write beside the rows.
 NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 # Levels of directories that are searched for data below the one that is named.
@@ -27,6 +27,19 @@ SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
+
+
+@cache
+def suffixes() -> tuple[str, ...]:
+    """What names of data files end in, those of kinds that add-ons read among them."""
+    texts = (*_TEXT, *provided("row_file"))
+    return (*(text + packed for text in texts for packed in ("", *_PACKED)), *_TABLES)
+
+
+def data_files() -> str:
+    """The same in words, for messages."""
+    texts = " ".join((*_TEXT, *provided("row_file")))
+    return f"{texts} (each also {' or '.join(_PACKED)}) {' '.join(_TABLES)}"
 
 
 class StreamError(ValueError):
@@ -44,7 +57,7 @@ class Source:
     rows: Iterable[Mapping[str, Any]] | None = None  # of a Python program
     weight: float | None = None  # its share of a mixture, before all of them are made to sum to 1
     most: int | None = None  # rows that are read of it, the first ones
-    streaming: bool = False  # whether it may be too large to be read whole
+    tail: Any = None  # what reads it on behind its first rows, where it may be too large
 
     @property
     def hub_name(self) -> str | None:
@@ -88,7 +101,7 @@ def find_source(option: str, entry: str, split: str | None = None) -> Source:
     if path.is_file():
         return Source(option, entry, (_checked_file(label, path, split),))
     if path.exists():  # a pipe would be waited for, and a device has no end
-        raise ValueError(f"{label} is no regular file; give a file ({DATA_FILES})")
+        raise ValueError(f"{label} is no regular file; give a file ({data_files()})")
     if any(sign in entry for sign in "*?["):
         return Source(option, entry, _files_of_pattern(label, path, split))
     # In a local directory a hub name was hardly meant.
@@ -101,7 +114,7 @@ def find_source(option: str, entry: str, split: str | None = None) -> Source:
         names = sorted(child.name for child in path.parent.iterdir() if data_suffix(child))
         found = f"in {path.parent}: {', '.join(names[:5]) or 'no data file'}"
     raise ValueError(
-        f"{label} does not exist ({found}); give a file ({DATA_FILES}), a directory of "
+        f"{label} does not exist ({found}); give a file ({data_files()}), a directory of "
         "them, a pattern such as 'data/*.jsonl', or a hub name such as org/name"
     )
 
@@ -111,7 +124,7 @@ def _checked_file(label: str, path: Path, split: str | None) -> Path:
         raise ValueError(f"{label} describes a data set; give its directory, {path.parent}")
     if data_suffix(path) is None:
         raise ValueError(
-            f"{label} is a file of another kind; use {DATA_FILES}, a directory of such files, or "
+            f"{label} is a file of another kind; use {data_files()}, a directory of such files, or "
             "a hub name"
         )
     _check_no_split(label, "a file", split)
@@ -124,7 +137,7 @@ def _files_of_pattern(label: str, pattern: Path, split: str | None) -> tuple[Pat
     files = _data_files(found)
     if not files:
         what = ", ".join(path.name for path in found[:5]) or "nothing"
-        raise ValueError(f"{label} matches no data file ({DATA_FILES}), but {what}")
+        raise ValueError(f"{label} matches no data file ({data_files()}), but {what}")
     return files
 
 
@@ -142,9 +155,9 @@ def _check_one_split(label: str, own: str | None, split: str | None) -> None:
 
 
 def data_suffix(path: Path) -> str | None:
-    """The one of ``SUFFIXES`` that ``path`` ends in, lower-cased, or None."""
+    """The one of :func:`suffixes` that ``path`` ends in, lower-cased, or None."""
     name = path.name.lower()
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+    return next((suffix for suffix in suffixes() if name.endswith(suffix)), None)
 
 
 def kind_of_file(path: Path) -> str:
@@ -196,7 +209,7 @@ def files_of_directory(label: str, directory: Path, split: str | None) -> tuple[
         found = ", ".join(path.name for path in names[:5]) or "nothing"
         raise ValueError(
             f"{label} is a directory without a data file; it holds {found}; files may be "
-            f"{DATA_FILES}"
+            f"{data_files()}"
         )
     if split is None and not any(SHARD.match(path.name) for path in files):
         return files

@@ -15,7 +15,6 @@ from dschat_lora.generation.batch_state import CachedRows, RecomputedRows
 from dschat_lora.generation.cuda_graphs import DecodeStep, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import TRIED, fast_attention, in_shards, takes_cache
-from dschat_lora.generation.prompt_lookup import usable_drafts
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.generation.slots import SlotRows, draw_in_slots
 from dschat_lora.lora.model import adapter_layers
@@ -72,12 +71,7 @@ class Decoder:
             and the memory of the copies; 16-bit weights are rounded anew.
         unpacked: whether 4-bit weights are unpacked once, see :class:`FastLinears`.
         retains: keep what a call has computed, for the ``prefixes`` of the next one.
-        num_drafts: most tokens of each row that prompt look-up guesses and a step verifies. Texts
-            are those without. Rows are then refilled, as many at a time as ``largest`` says.
         record: see :class:`CachedRows`; by default CUDA graphs on a GPU.
-
-    Attributes:
-        drafted: tokens that were guessed in all calls, and ``accepted`` how many were right.
     """
 
     def __init__(
@@ -91,7 +85,6 @@ class Decoder:
         merged: bool = False,
         unpacked: bool | None = None,
         retains: bool = False,
-        num_drafts: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
@@ -100,8 +93,6 @@ class Decoder:
         self._record, self._retains = record, retains
         self._keeps = device.type == "cuda" or record is not None
         self._weights: object = None
-        self._num_drafts = usable_drafts(model, num_drafts)
-        self.drafted = self.accepted = 0
         self.release()
 
     @cached_property
@@ -162,9 +153,7 @@ class Decoder:
         columns = max(map(len, prompts), default=0) + max(bounds, default=sampling.max_new_tokens)
         most_rows = self._largest[0] or len(flat)
         refilled = keep_going is None and (
-            self._num_drafts > 0
-            or self._slots is not None
-            or (self.refills and len(flat) > most_rows)
+            self._slots is not None or (self.refills and len(flat) > most_rows)
         )
         if refilled:
             self._rows = None  # one cache at a time
@@ -195,9 +184,7 @@ class Decoder:
         enough = len(prompts) if needed is None else needed
         if refilled:
             asked = [prompt for prompt in prompts for _ in range(copies)]
-            self._draw_in_slots(
-                asked, responses, copies, enough, keeps_prefixes=prefixes is not None
-            )
+            self._draw_in_slots(asked, responses, copies, enough)
             return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
@@ -212,23 +199,18 @@ class Decoder:
         responses: Responses,
         copies: int,
         needed: int,
-        *,
-        keeps_prefixes: bool,
     ) -> None:
         if self._slots is None:
             self._slots = SlotRows(
                 self._model,
                 pad_id=self._pad_id,
-                retains=self._retains,
-                num_drafts=self._num_drafts,
+                retains=False,
                 record=self._record,
             )
         rows, most_rows = self._slots, self._largest[0] or len(prompts)
-        if not keeps_prefixes:
-            rows.forget()  # weights may have changed
+        rows.forget()  # weights may have changed
         if self._keeps:
             rows.reserve(*self._largest)
-        before = rows.drafted, rows.accepted
         with self._kernels():
             draw_in_slots(
                 rows,
@@ -239,9 +221,7 @@ class Decoder:
                 needed=needed,
                 poll=GPU_POLL if self._device.type == "cuda" else CPU_POLL,
             )
-        self.drafted += rows.drafted - before[0]
-        self.accepted += rows.accepted - before[1]
-        if not (self._keeps or self._retains):
+        if not self._keeps:
             self._slots = None
 
     def _rows_for(self, rows: int, columns: int) -> CachedRows | RecomputedRows:

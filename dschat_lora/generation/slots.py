@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +29,6 @@ from dschat_lora.generation.prefix_cache import (
     common_prefix,
     prefix_tokens,
 )
-from dschat_lora.generation.prompt_lookup import PromptLookup, proposed, usable_drafts
 from dschat_lora.generation.sampling import Responses, Sampling, sample_tokens
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
@@ -166,12 +164,7 @@ class SlotRows:
         pad_id: any token.
         prefix_cache: take keys and values of other rows for prompts that begin with their tokens.
         retains: also of rows that have gone, which are kept for it.
-        num_drafts: most tokens of a row that :meth:`propose` guesses.
         record: see :class:`RecordedSteps`; by default CUDA graphs on a GPU.
-
-    Attributes:
-        drafted: tokens that were guessed.
-        accepted: how many of them were drawn.
 
     Raises:
         ValueError: if the architecture cannot decode with our cache.
@@ -185,7 +178,6 @@ class SlotRows:
         pad_id: int,
         prefix_cache: bool = True,
         retains: bool = True,
-        num_drafts: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         windows = attention_windows(model.config)
@@ -200,27 +192,17 @@ class SlotRows:
         self._cache = SlotCache()
         self._shares = prefix_cache and can_keep_prefixes(model)
         self._prefixes = PrefixCache() if retains and self._shares else None
-        self._num_drafts = usable_drafts(model, num_drafts)
-        self.drafted = self.accepted = 0
-        self._num_positions: int | None = getattr(model.config, "max_position_embeddings", None)
         if record is None and self.device.type == "cuda":
             record = graphs_for(model)
         self._has_few_shapes = record is not None or self.device.type == "cuda"
         self._steps = RecordedSteps(record)
-        # Of each row in a step: tokens in the cache, adapter and new tokens; logits after them.
-        self._inputs = torch.zeros(0, 3 + self._num_drafts, dtype=torch.int64, device=self.device)
+        # Of each row in a step: tokens in the cache, adapter and new token; logits after it.
+        self._inputs = torch.zeros(0, 3, dtype=torch.int64, device=self.device)
         self._places = torch.zeros(0, 2, dtype=torch.int64, device=self.device)  # see draw
         self._logits = torch.zeros(0)
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
-        self._lookups: list[PromptLookup] = []
-        self._drafts: list[list[int]] = []  # of the last step
         self._linears: FastLinears | None = None
-
-    @property
-    def guesses(self) -> bool:
-        """Whether prompt look-up is used."""
-        return bool(self._num_drafts)
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -285,8 +267,6 @@ class SlotRows:
             )
         self._tokens += map(list, prompts)
         self._numbers += adapters
-        most, vocabulary = self._num_drafts, self.model.config.vocab_size
-        self._lookups += (PromptLookup(prompt, most, vocabulary) for prompt in prompts)
         place = {i: n for n, i in enumerate(order)}
         return logits[[place[i] for i in alike]], [known[i] for i in alike]
 
@@ -347,36 +327,18 @@ class SlotRows:
         self._cache.read_prompts(row, columns, width)
         return self._forward(ids, positions, width, adapters, last)
 
-    def propose(self, tokens: Sequence[int], rooms: Sequence[int]) -> list[list[int]]:
-        """What :meth:`step` takes: each row's next token, and a draft of up to so many after it."""
-        for lookup, token in zip(self._lookups, tokens, strict=True):
-            lookup.add([token])
-        drafts = proposed(self._lookups, rooms)
-        return [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)]
-
-    def step(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """(B, T, V) logits after each of the next tokens of every row, T of the one with most.
-
-        What follows a row's last token is to be ignored. Where a row has several tokens, call
-        :meth:`keep` before the next step. Recorded logits hold until then.
-        """
-        lengths, most = [*map(len, self._tokens)], max(map(len, tokens))
-        if self._has_few_shapes and most > 1:
-            most = 1 + self._num_drafts
-        count = len(lengths)
-        rows, width = self._shape(count, max(lengths) + most)
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """(B, V) logits after the next token of every row; recorded ones hold until the next."""
+        lengths = [*map(len, self._tokens)]
+        rows, width = self._shape(len(self), max(lengths) + 1)
         self.reserve(rows, width)
-        given = torch.zeros(rows, 2 + most, dtype=torch.int64)
-        table = zip(lengths, self._numbers, tokens, strict=True)
-        padded = ([length, n, *own, *[own[-1]] * (most - len(own))] for length, n, own in table)
-        given[:count] = torch.tensor([*padded])
-        self._inputs[:rows, : 2 + most].copy_(to_device(given, self.device))
-        step = partial(self._advance, rows, most, width)
-        self._steps.run((rows, most, width), step, self.device)
-        for row, own in zip(self._tokens, tokens, strict=True):
-            row += own
-        self._drafts = [list(own[1:]) for own in tokens]
-        return self._logits[: rows * most].view(rows, most, -1)[:count]
+        given = torch.zeros(rows, 3, dtype=torch.int64)
+        given[: len(self)] = torch.tensor([*zip(lengths, self._numbers, tokens, strict=True)])
+        self._inputs[:rows].copy_(to_device(given, self.device))
+        self._steps.run((rows, width), partial(self._advance, rows, width), self.device)
+        for row, token in zip(self._tokens, tokens, strict=True):
+            row.append(token)
+        return self._logits[: len(self)]
 
     def draw(
         self,
@@ -400,7 +362,7 @@ class SlotRows:
         table = zip(lengths, self._numbers, tokens, sequences, numbers, strict=True)
         given[: len(self)] = torch.tensor([*table])
         given = to_device(given, self.device)
-        self._inputs[:rows, :3].copy_(given[:, :3])
+        self._inputs[:rows].copy_(given[:, :3])
         self._places[:rows].copy_(given[:, 3:])
         for _, width in shapes:
             step = partial(self._advance_and_draw, responses, rows, width)
@@ -420,28 +382,17 @@ class SlotRows:
         inputs[:, 0] += 1
         numbers += 1
 
-    def keep(self, accepted: Sequence[int]) -> None:
-        """Take back all but the first so many tokens of each row's draft."""
-        for row, (draft, count) in enumerate(zip(self._drafts, accepted, strict=True)):
-            if draft:
-                del self._tokens[row][len(self._tokens[row]) - len(draft) + count :]
-                self._lookups[row].add(draft[:count])
-                self._lookups[row].learn(count)
-                self.drafted, self.accepted = self.drafted + len(draft), self.accepted + count
-
-    def _advance(self, rows: int, most: int, width: int) -> None:
-        """Tokens of each of the first rows, whose inputs and logits stay where they are."""
-        inputs = self._inputs[:rows, : 2 + most]
-        columns = inputs[:, :1] + torch.arange(most, device=self.device)
-        self._cache.read_tokens(columns, width)
-        logits = self._forward(inputs[:, 2:], columns, width, inputs[:, 1], most).flatten(0, 1)
+    def _advance(self, rows: int, width: int) -> None:
+        """Logits after a token of each of the first rows, which stay where they are."""
+        inputs = self._inputs[:rows]
+        self._cache.read_tokens(inputs[:, :1], width)
+        logits = self._forward(inputs[:, 2:], inputs[:, :1], width, inputs[:, 1])[:, -1]
         if not self._has_few_shapes:
             self._logits = logits
             return
-        size = len(self._inputs) * (1 + self._num_drafts)  # of all shapes, as no graph is told
-        if len(self._logits) < size:
-            self._logits = logits.new_zeros(size, logits.shape[1])
-        self._logits[: len(logits)] = logits
+        if len(self._logits) < len(self._inputs):  # room for all shapes, as no graph is told
+            self._logits = logits.new_zeros(len(self._inputs), logits.shape[1])
+        self._logits[:rows] = logits
 
     def _shape(self, rows: int, columns: int) -> tuple[int, int]:
         """The shape that a step of so many rows and columns takes, where shapes are to be few."""
@@ -459,7 +410,7 @@ class SlotRows:
             self._steps.forget()
             raise
         if moved:
-            self._inputs = self._inputs.new_zeros(self._cache.rows, self._inputs.shape[1])
+            self._inputs = self._inputs.new_zeros(self._cache.rows, 3)
             self._places = self._places.new_zeros(self._cache.rows, 2)
             self._steps.forget()
 
@@ -475,14 +426,14 @@ class SlotRows:
             )
         if row != last:
             self._cache.move(last, row)
-        lists: tuple[list[Any], ...] = (self._tokens, self._numbers, self._lookups)
+        lists: tuple[list[Any], ...] = (self._tokens, self._numbers)
         for each in lists:
             each[row] = each[last]
             each.pop()
 
     def forget(self) -> None:
         """Drop all rows, and what is kept of earlier ones."""
-        self._tokens, self._numbers, self._lookups = [], [], []
+        self._tokens, self._numbers = [], []
         self._prefixes = None if self._prefixes is None else PrefixCache()
 
     def clear(self) -> None:
@@ -509,8 +460,6 @@ class SlotRows:
                 hidden |= columns <= positions[..., None] - window
             mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
-        if last > 1 and self._num_positions is not None:
-            positions = positions.clamp(max=self._num_positions - 1)  # of padding behind a draft
         return next_logits(self.model, ids, positions, masks, self._cache, last)
 
 
@@ -527,11 +476,7 @@ def draw_in_slots(
     """Draw all sequences of ``responses``, one to each prompt; a row that has ended is refilled.
 
     Each ``copies`` of them belong together; where all of ``needed`` such groups have ended, the
-    others are :attr:`Responses.cut`. Where nothing is guessed, it is looked every ``poll`` tokens
-    which have ended.
-
-    Every position is drawn by its own random number, whatever stands in a draft, which goes on
-    only as far as it is what was drawn: so drafts change no text.
+    others are :attr:`Responses.cut`. It is looked every ``poll`` tokens which have ended.
     """
     limits = responses.limits
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
@@ -564,40 +509,11 @@ def draw_in_slots(
         own = [last[sequence] for sequence in running]
         numbers = [drawn[sequence] for sequence in running]
         rooms = [limits[sequence] - drawn[sequence] for sequence in running]
-        if rows.guesses:
-            take(_draw_with_drafts(rows, responses, running, numbers, own, rooms))
-        else:
-            found = rows.draw(responses, running, numbers, own, min(poll, *rooms))
-            take([each[: responses.length(each)] for each in found])
+        found = rows.draw(responses, running, numbers, own, min(poll, *rooms))
+        take([each[: responses.length(each)] for each in found])
     for row in reversed(range(len(running))):
         rows.leave(row)
     responses.cut = [n in {*waiting, *running} for n in range(len(prompts))]
-
-
-def _draw_with_drafts(
-    rows: SlotRows,
-    responses: Responses,
-    sequences: Sequence[int],
-    numbers: Sequence[int],
-    last: Sequence[int],
-    rooms: Sequence[int],
-) -> list[list[int]]:
-    """The next token of every row, and as many more as its draft is right."""
-    given = rows.propose(last, [room - 1 for room in rooms])
-    places = [(row, at) for row, own in enumerate(given) for at in range(len(own))]
-    row_of, at = to_device(torch.tensor(places).T, rows.device)
-    own, number = to_device(
-        torch.tensor([[sequences[row], numbers[row] + at] for row, at in places]).T, rows.device
-    )
-    logits = rows.step(given)[row_of, at]
-    found = iter(responses.advance(logits, own, number, group_of(rows.model)).tolist())
-    tokens = [list(islice(found, len(each))) for each in given]
-    kept = [
-        min(responses.length(own) - 1, common_prefix(own, draft))
-        for own, (_, *draft) in zip(tokens, given, strict=True)
-    ]
-    rows.keep(kept)
-    return [own[: count + 1] for own, count in zip(tokens, kept, strict=True)]
 
 
 def sample_each(

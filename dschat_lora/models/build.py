@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
+from dschat_lora.checkpoint.score_class import HEAD
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.media import MediaReader
@@ -23,7 +24,6 @@ from dschat_lora.models.composite import Task, left_out_words
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_warning
 from dschat_lora.models.loading import Tokenizer, load_causal_lm, load_config, share_parameters
-from dschat_lora.models.reward_model import HEAD, load_reward_model
 from dschat_lora.models.source import ModelSource, trained_rope
 
 
@@ -132,6 +132,8 @@ def build_reward_model(
     names = getattr(model_config, "architectures", None) or []
     has_head = adapter is None and any(n.endswith("ForSequenceClassification") for n in names)
     head_seed = seed if adapter is not None or (new_head and not has_head) else None
+    from dschat_lora.models.reward_model import load_reward_model
+
     model = load_reward_model(
         source.base,
         model_config,
@@ -186,6 +188,8 @@ def check_targets(
             source.base, model_config, config, dtype=torch.float32, meta=True, group=group
         )
     else:
+        from dschat_lora.models.reward_model import load_reward_model
+
         lora = _with_head(lora)
         model = load_reward_model(
             source.base, model_config, config, dtype=torch.float32, seed=0, meta=True, group=group

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dschat_lora.algos.segments import Spans
+from dschat_lora.checkpoint.score_class import HEAD
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import replace_part, seeded_generator
@@ -27,7 +28,6 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.stored_weights import load_parts
 
-HEAD = "score"
 _HEAD_PARAMETERS = (f"{HEAD}.weight", f"{HEAD}.bias")
 
 

@@ -34,7 +34,7 @@ from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.held import held_object, is_held
-from dschat_lora.config.stages import DpoStageConfig, StageConfig, SupervisedConfig
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import without_effect
 from dschat_lora.models.option_checks import check_divides, check_files, check_four_bits
 from dschat_lora.models.source import ModelSource, find_model
@@ -404,30 +404,6 @@ def _reads_bundled_text(source: ModelSource) -> bool:
         return bool(own["model"]["vocab"] == bundled["model"]["vocab"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def check_streaming(config: StageConfig) -> None:
-    """Refuse to stream without a number of steps, and what needs all of the data before.
-
-    Raises:
-        ValueError: naming the option to give.
-    """
-    if config.optim.num_train_epochs and not config.optim.max_steps:
-        raise ValueError(
-            "--streaming reads data whose length is not known before; give --max_steps, the "
-            "optimizer steps of the run"
-        )
-    if isinstance(config, SupervisedConfig) and config.optim.lr_probe:
-        raise ValueError(
-            f"--lr_probe {config.optim.lr_probe} reads the first rows anew for each trial: drop "
-            "--streaming"
-        )
-    dpo = config.dpo if isinstance(config, DpoStageConfig) else None
-    if dpo is not None and dpo.has_reference and dpo.precompute_ref_log_probs:
-        raise ValueError(
-            "--streaming reads rows while training: give --no-precompute_ref_log_probs too, which "
-            "computes the reference's log-probabilities then"
-        )
 
 
 def check_function(option: str, name: str) -> None:

@@ -85,7 +85,7 @@ def check_repeats(data: SourceConfig, times: Mapping[str, float], schedule: Sche
     Raises:
         ValueError: naming the source.
     """
-    if data.streaming:
+    if data.tail is not None:
         return
     bounds = dict(zip(times, data.max_repeats * max(1, len(times)), strict=False))
     epochs = math.ceil(schedule.num_iterations / max(1, schedule.iterations_per_epoch))

@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.history import checkpoints_of
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.staging import occupied
-from dschat_lora.data.readers import known_rows
-from dschat_lora.data.rows import config_sources
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.distributed import (
     broadcast_string,
@@ -33,12 +32,11 @@ from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.report.html import LiveReport
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord, environment
-from dschat_lora.report.terminal import error_message, say_once
+from dschat_lora.report.terminal import error_message
 from dschat_lora.report.trackers import Tracker, make_trackers
 from dschat_lora.runtime.caller import NOBODY, Caller
-from dschat_lora.runtime.checks import check_streaming
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import goes_on_in_place, options_with_code, with_options
+from dschat_lora.runtime.resume import goes_on_in_place, options_with_code
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 
 if TYPE_CHECKING:
@@ -50,8 +48,6 @@ ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 StageT = TypeVar("StageT", bound=StageConfig)
 ResumableT = TypeVar("ResumableT", bound="Resumable")
-
-MOST_HUB_ROWS = 1_000_000  # that are prepared, unless --no-streaming asks for more
 
 # Endings of options that hosts may differ in: where they read and write.
 _PLACES = (
@@ -100,7 +96,7 @@ def open_run(
     """
     with recorded_ending() as ending:
         note = init_distributed()
-        config = with_large_hub_data_streamed(resolved_together(config, check))
+        config = through_addons(resolved_together(config, check), "on_all_ranks")
         failure_detection.set_timeout(config.run.distributed_timeout)
         form_grid(config.parallel.tensor_parallel_size)
         form_context(config.parallel.context_parallel_size)
@@ -303,30 +299,3 @@ def _status(error: BaseException, signal: int) -> str:
     if isinstance(error, KeyboardInterrupt):  # before the first step
         return "interrupted by SIGINT"
     return f"failed: {type(error).__name__}: {error}"
-
-
-def with_large_hub_data_streamed(config: StageT) -> StageT:
-    """With ``--streaming`` where data sets of the hub are large; call on every rank.
-
-    Not where it was typed, nor where a run goes on, or needs to know all rows before.
-    """
-    data: Any = getattr(config, "data", None)
-    sources = config_sources(getattr(data, "data", data))  # prompts are data to prepare
-    hub = [s for s in sources if s.hub_name is not None and s.option != "eval_data_path"]
-    if config.checkpoint or "streaming" in config.given or not hub:
-        return config
-    try:
-        streamed = with_options(config, {"streaming": True})
-        check_streaming(streamed)
-    except ValueError:
-        return config
-    found = on_rank_zero(lambda: sum(map(known_rows, hub)))
-    rows = int(broadcast_string(str(found)))
-    if rows <= MOST_HUB_ROWS:
-        return config
-    say_once(
-        f"  note         {', '.join(each.entry for each in hub)}: {rows:,} rows are more than "
-        f"{MOST_HUB_ROWS:,}, so they are read while training, as by --streaming; --no-streaming "
-        "prepares them before"
-    )
-    return streamed

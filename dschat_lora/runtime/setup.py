@@ -131,7 +131,7 @@ def read_data(
         },
         remedy="give all hosts the same files",
     )
-    for line in prepared.audit.lines(of_head=data.streaming):
+    for line in prepared.audit.lines(of_head=data.tail is not None):
         run.log.say(f"  {line}")
     audit = prepared.audit.to_dict()
     run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
@@ -159,15 +159,6 @@ def read_training_data(
     if run.config.optim.num_train_epochs > 0:
         prepared.audit.check()
     return prepared
-
-
-def record_stream(
-    run: OpenRun[StageConfig], state: Mapping[str, Any], *, has_ended: bool, step: int
-) -> None:
-    """Record what was read, by a stream's state, and say where the data ended before the run."""
-    run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
-    if has_ended and step < run.config.optim.max_steps:
-        run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
 
 def engine_settings(
@@ -393,19 +384,16 @@ def shard_model(model: nn.Module, settings: EngineSettings) -> None:
     shard_from_rank_zero(model, settings.deepspeed(3, native))
 
 
-_OF_ROLE = (" of the actor", " of the critic", " of the teacher")
-
-
-def check_same_models(*sources: ModelSource | None) -> None:
-    """Refuse hosts whose models are not rank 0's; call on every rank."""
+def check_same_models(sources: Mapping[str, ModelSource]) -> None:
+    """Refuse hosts whose models, by role, are not rank 0's; call on every rank."""
 
     def fingerprints() -> dict[str, str]:
         found = {}
-        for number, source in enumerate(sources):
-            name = "" if len(sources) == 1 else _OF_ROLE[number]
+        for role, source in sources.items():
             for part in ("base", "adapter"):
-                path = getattr(source, part, None) if local_rank() == 0 else None
-                found[f"the {part}{name}"] = "" if path is None else file_fingerprint(path)
+                path = getattr(source, part) if local_rank() == 0 else None
+                name = f"the {part}{role and f' of the {role}'}"
+                found[name] = "" if path is None else file_fingerprint(path)
         return found
 
     check_same(fingerprints, remedy="give all hosts the same files")

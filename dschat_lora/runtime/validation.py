@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dschat_lora.config.addons import groups_of
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import parse_rope_scaling
 from dschat_lora.config.options import command_line, flatten
@@ -45,7 +45,6 @@ from dschat_lora.runtime.checks import (
     check_compile,
     check_divided,
     check_lora_options,
-    check_streaming,
     check_task,
     continued_lora,
     model_fields,
@@ -113,10 +112,10 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         bundled = config.data.data_path != asked
         if bundled:
             check_bundled_data_fits(source, stage=rules.name)
+        config = through_addons(config, "before_data")
         check_data(config, rules, source)
         config = with_trackers(with_recomputation(with_deepspeed_json(config)), None)
-        for own in groups_of(config, "check"):
-            config = own.check(config) or config
+        config = through_addons(config, "check")
         check_output_dir(config, None)
         check_source_is_kept(config.run, source)
         announce(config, source, bundled=bundled)
@@ -153,8 +152,7 @@ def check_generate(config: GenerateConfig) -> None:
     check_reading(config, ("CAUSAL_LM",))
     for entry in config.data_path:
         find_source("data_path", entry)  # of any kind: each row has a prompt
-    for own in groups_of(config, "check"):
-        own.check(config)
+    through_addons(config, "check")
     if config.output_path is not None:
         check_file_can_be_made(config.output_path, "output_path")
 
@@ -169,10 +167,9 @@ def check_audit(config: AuditConfig) -> AuditConfig:
     data = config.data
     if not (data.data_path or data.sft_only_data_path):
         data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
-    check_sources(replace(data, bad_rows="skip"))
-    config = replace(config, data=data)
-    for own in groups_of(config, "check"):
-        own.check(config)
+    config = through_addons(replace(config, data=data), "before_data")
+    check_sources(replace(config.data, bad_rows="skip"))
+    through_addons(config, "check")
     return config
 
 
@@ -303,8 +300,6 @@ def check_probe(config: SupervisedConfig, rules: StageRules) -> None:
 
 def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:
     """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
-    if config.data.streaming:
-        check_streaming(config)
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,10 @@ from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import (
     Collator,
+    Loader,
     PackedRows,
-    SampleCounts,
     StepLoader,
+    Tail,
     TokenBudget,
     fill,
     keep_rows,
@@ -39,9 +40,6 @@ from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
 from dschat_lora.supervised.setup import SupervisedSetup
-
-if TYPE_CHECKING:
-    from dschat_lora.data.stream_loader import StreamLoader
 
 # Samples from which on their rows are kept in the cache: to pack more takes seconds.
 KEPT_FROM = 100_000
@@ -229,50 +227,6 @@ def _cached_rows(
     return local_rank_first(lambda: keep_rows(cache, [*options, digest], make))
 
 
-def _stream_loader(setup: SupervisedSetup, batch_layout: BatchLayout) -> "StreamLoader":
-    """This rank's micro-batches of every optimizer step, from rows that are read meanwhile."""
-    config, data, batch = setup.config, setup.config.data, setup.config.batch
-    seed, budget = config.run.seed, _token_budget(setup, batch_layout)
-    step_rows = rows_per_step(setup)
-
-    def pack(counts: SampleCounts, seed: int) -> PackedRows:
-        if budget is not None:
-            return budget.groups(counts, seed=seed)
-        size, packing = config.max_row_tokens, batch_layout.packing
-        return make_rows(counts.positions, max_seq_len=size, packing=packing, seed=seed)
-
-    setup.run.log.say(
-        f"  stream       blocks of {data.shuffle_buffer_size:,} rows, each shuffled and packed as "
-        f"a whole; steps of up to {step_rows} rows"
-    )
-    from dschat_lora.data.stream_loader import StreamLoader
-    from dschat_lora.runtime.shared_stream import SharedStream
-
-    return StreamLoader(
-        SharedStream(
-            data,
-            setup.tokenizer,
-            setup.data,
-            phase=setup.phase,
-            kind=setup.kind,
-            seed=config.run.seed,
-            closing=setup.run.closing,
-        ),
-        pack=pack,
-        steps=config.optim.max_steps,
-        taken=step_rows if budget is None else budget.groups_per_step,
-        names=told_sources(data, setup.data),
-        kind=setup.kind,
-        say=setup.run.log.say,
-        seed=seed,
-        micro_batch_size=batch.per_device_train_batch_size,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        **row_share(setup),
-        collate=batch_layout.collate,
-        budget=budget,
-    )
-
-
 def rows_per_step(setup: SupervisedSetup) -> int:
     """Rows, or micro-batches of a budget of tokens, of an optimizer step on all ranks."""
     batch = setup.config.batch
@@ -280,7 +234,7 @@ def rows_per_step(setup: SupervisedSetup) -> int:
     return rows * row_share(setup)["world_size"]
 
 
-def _token_budget(setup: SupervisedSetup, batch_layout: BatchLayout) -> TokenBudget | None:
+def token_budget(setup: SupervisedSetup, batch_layout: BatchLayout) -> TokenBudget | None:
     batch = setup.config.batch
     if not batch.tokens_per_device:
         return None
@@ -288,15 +242,27 @@ def _token_budget(setup: SupervisedSetup, batch_layout: BatchLayout) -> TokenBud
     return TokenBudget(batch.tokens_per_device, micro_batches, batch_layout.row_tokens)
 
 
-def train_loader(
-    setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout
-) -> "StepLoader | StreamLoader":
+def step_options(setup: SupervisedSetup, batch_layout: BatchLayout) -> dict[str, Any]:
+    """How rows become the micro-batches of a step: arguments of a :class:`StepLoader`."""
+    batch = setup.config.batch
+    return {
+        "micro_batch_size": batch.per_device_train_batch_size,
+        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        **row_share(setup),
+        "seed": setup.config.run.seed,
+        "collate": batch_layout.collate,
+        "budget": token_budget(setup, batch_layout),
+    }
+
+
+def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLayout) -> Loader:
     """This rank's micro-batches of every optimizer step, from samples perhaps with more in them."""
-    if setup.config.data.streaming:
-        return _stream_loader(setup, batch_layout)
-    config, batch = setup.config, setup.config.batch
+    config = setup.config
+    if config.data.tail is not None:
+        tail: Tail = config.data.tail
+        return tail.loader(setup, batch_layout)
     counts = batch_layout.collate.counts(setup.data.train)
-    budget = _token_budget(setup, batch_layout)
+    budget = token_budget(setup, batch_layout)
     if budget is not None:
         options = [*dataclasses.astuple(budget), config.run.seed]
         lengths = np.stack([counts.tokens, counts.positions])
@@ -308,13 +274,8 @@ def train_loader(
     loader = StepLoader(
         samples,
         rows=rows,
-        micro_batch_size=batch.per_device_train_batch_size,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        **row_share(setup),
-        seed=config.run.seed,
-        collate=batch_layout.collate,
+        **step_options(setup, batch_layout),
         counts=counts,
-        budget=budget,
         sources=sample_sources(setup.data, [*setup.data.train_sources])
         if config.data.is_mixture
         else None,

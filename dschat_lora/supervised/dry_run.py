@@ -5,7 +5,7 @@ from dschat_lora.config.stages import (
     PairConfig,
 )
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.loader import Collator, SampleCounts, StepLoader
+from dschat_lora.data.loader import Collator, SampleCounts, StepLoader, Tail
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.distributed import data_world_size, device
@@ -28,13 +28,14 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
     The model is taken to keep the sequences of a row apart: a run looks at its weights.
     """
     config, run = setup.config, setup.run
-    if config.data.streaming:
-        run.log.say(f"  steps        {config.optim.max_steps:,}, of rows that are streamed")
+    if config.data.tail is not None:
+        tail: Tail = config.data.tail
+        run.log.say(f"  steps        {config.optim.max_steps:,}, of {tail.about}")
         say_sample(run, config.data, setup.tokenizer, kind)
         say_options(run)
         return
     loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
-    assert isinstance(loader, StepLoader), "it was said what is streamed"
+    assert isinstance(loader, StepLoader)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     check_repeats(config.data, setup.data.times, schedule)
     for warning in size_warnings(setup, loader, schedule):

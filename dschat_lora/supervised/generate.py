@@ -48,17 +48,13 @@ class Answer:
 class AnswerGenerator:
     """Answers tokenised prompts in batches of like length, on this machine's device."""
 
-    def __init__(
-        self, policy: LoadedPolicy, sampling: Sampling, *, batch_size: int, num_drafts: int = 0
-    ) -> None:
+    def __init__(self, policy: LoadedPolicy, sampling: Sampling, *, batch_size: int) -> None:
         self._policy, self._tokenizer = policy, policy.tokenizer
         self._sampling, self._batch_size = sampling, batch_size
         self._ends = end_ids(policy.tokenizer)
         pad = int(policy.tokenizer.pad_token_id)
         check_cache(policy.model)
-        self._decoder = Decoder(
-            policy.model, eos_ids=self._ends, pad_id=pad, device=device(), num_drafts=num_drafts
-        )
+        self._decoder = Decoder(policy.model, eos_ids=self._ends, pad_id=pad, device=device())
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, seeds: Sequence[Sequence[int]]
@@ -107,12 +103,7 @@ def answer_prompts(
         top_p=config.top_p,
         top_k=config.top_k,
     )
-    generate = AnswerGenerator(
-        policy,
-        sampling,
-        batch_size=config.per_device_eval_batch_size,
-        num_drafts=config.prompt_lookup_num_tokens,
-    )
+    generate = AnswerGenerator(policy, sampling, batch_size=config.per_device_eval_batch_size)
     count = 0
     for records in _chunks(config, policy, config.per_device_eval_batch_size):
         prompts = prompt_ids(records, policy, room)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import count as count_from
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
-from dschat_lora.data.loader import StepLoader, Window
+from dschat_lora.data.loader import Loader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.distributed import (
     data_rank,
@@ -25,9 +25,6 @@ from dschat_lora.report.log import RunLog, train_line
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.loop import Progress, TrainingLoop, broken_unless_finite, rate_metrics
 from dschat_lora.supervised.objectives import BatchLoss, Means, Objective
-
-if TYPE_CHECKING:
-    from dschat_lora.data.stream_loader import StreamLoader
 
 ValueT = TypeVar("ValueT", float, Tensor)
 
@@ -238,7 +235,7 @@ def make_train_schedule(optim: OptimConfig, run: RunConfig, steps_per_epoch: int
 
 def fit(
     engine: TrainEngine[nn.Module],
-    loader: "StepLoader | StreamLoader",
+    loader: Loader,
     objective: Objective,
     schedule: TrainSchedule,
     *,
@@ -267,7 +264,7 @@ def fit(
         log=log,
         restart_clock=meter.start,
         ends_early=ends_early,
-        has_ended=lambda: not isinstance(loader, StepLoader) and loader.has_ended,
+        has_ended=lambda: loader.has_ended,
     )
     loop.begin()
     if ends_early():  # before it was resumed
@@ -296,7 +293,7 @@ def fit(
 
 
 def seeded_windows(
-    loader: "StepLoader | StreamLoader", schedule: TrainSchedule, *, start: int = 0, seed: int
+    loader: Loader, schedule: TrainSchedule, *, start: int = 0, seed: int
 ) -> Iterator[Window]:
     """The micro-batches of each step of the schedule from ``start`` on, in turn.
 

@@ -9,6 +9,7 @@ from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
+from dschat_lora.engine.distributed import device_type
 from dschat_lora.lora.rates import (
     adapter_learning_rate,
     parameter_groups,
@@ -101,7 +102,7 @@ def set_up(
     for own in groups_of(config, "before_models"):
         own.before_models()
     source = find_model(config.model.model_name_or_path)
-    check_same_models(source)
+    check_same_models({"": source})
     group = tensor_group(config.parallel)
     check_targets(
         source,
@@ -217,7 +218,8 @@ def _describe(
             f"rows{plan.host_words}"
         )
         run.record.update({"memory": plan.to_dict()})
-    if words := advice("launches", trained_model(adapted, config, settings), config.model):
+    one = trained_model(adapted, config, settings)
+    if device_type() == "cuda" and (words := advice("launches", one, config.model)):
         run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)

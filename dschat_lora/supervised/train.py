@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.loader import Loader, StepLoader, Tail
 from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.build import TrainEngine
@@ -34,7 +34,7 @@ from dschat_lora.runtime.loop import (
     standard_schedule,
 )
 from dschat_lora.runtime.run import OpenRun
-from dschat_lora.runtime.setup import record_stream, trained_elements
+from dschat_lora.runtime.setup import trained_elements
 from dschat_lora.supervised.batching import (
     BatchLayout,
     row_share,
@@ -57,9 +57,6 @@ from dschat_lora.supervised.loop import (
 from dschat_lora.supervised.lr_probe import ProbedRates, with_probed_rate
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
-
-if TYPE_CHECKING:
-    from dschat_lora.data.stream_loader import StreamLoader
 
 
 class SampleSplit(Protocol):
@@ -142,8 +139,9 @@ def train(
             extra_flops=extra_flops,
             ends_early=partial(ends_early, run, evaluator.results),
         )
-    if not isinstance(loader, StepLoader):
-        record_stream(run, loader.state(), has_ended=loader.has_ended, step=progress.step)
+    if config.data.tail is not None:
+        tail: Tail = config.data.tail
+        tail.record(run, loader.state(), has_ended=loader.has_ended, step=progress.step)
     if schedule.num_steps and answers is not None:
         answers.show("after")
     # Without a step there is nothing to save, unless base and adapter are to become one model.
@@ -180,9 +178,7 @@ def evaluations_since_best(losses: Sequence[float]) -> int:
     return len(known) - 1 - known.index(min(known)) if known else 0
 
 
-def size_warnings(
-    setup: SupervisedSetup, loader: "StepLoader | StreamLoader", schedule: TrainSchedule
-) -> list[str]:
+def size_warnings(setup: SupervisedSetup, loader: Loader, schedule: TrainSchedule) -> list[str]:
     """What is doubtful about the run's length, its batches, and the rank for so much data."""
     optim = setup.config.optim
     own = length_warning(optim, schedule.num_steps)
@@ -215,17 +211,16 @@ def size_warnings(
 def _make_checkpointer(
     setup: SupervisedSetup,
     engine: TrainEngine[BackboneModel],
-    loader: "StepLoader | StreamLoader",
+    loader: Loader,
     parts: dict[str, Stateful],
     on_checkpoint: Callable[[int], None] | None,
 ) -> Checkpointer:
     rows: dict[str, Any]
-    if not isinstance(loader, StepLoader):
-        from dschat_lora.data.stream_loader import describe_sources
-
-        rows, parts = {"stream": describe_sources(setup.config.data)}, {**parts, "stream": loader}
-    else:
+    if isinstance(loader, StepLoader):
         rows = {"packing": loader.packs, "rows": loader.num_rows}
+    else:
+        tail: Tail = setup.config.data.tail
+        rows, parts = {"stream": tail.identity(setup.config.data)}, {**parts, "stream": loader}
     return Checkpointer(
         setup.run,
         engines={"model": EngineState(engine, setup.adapted.model)},

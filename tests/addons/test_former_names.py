@@ -41,6 +41,14 @@ FORMER = {
         "SHINGLE_WORDS NUM_PERM LEAST_RECALL Hashes Words Likeness words_of run_hashes "
         "SharedRuns NearDuplicates"
     ),
+    "data.stream": (
+        "Block Chunk ChunkReader Mixed Mixture Place Placed Pool Position Shard StreamedRow "
+        "find_shards next_pool read_blocks take_block"
+    ),
+    "data.stream_loader": (
+        "Blocks Packer Stream StreamLoader StreamedRows Taken block_seed describe_sources"
+    ),
+    "data.tar_rows": "tar_rows",
     "endpoint.answers": (
         "BusyError StoppedError TooLongError UnsupportedError Emit AnswerSource fitting "
         "RequestAnswers AnswerResponse"
@@ -197,6 +205,15 @@ FORMER = {
     ),
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
+    "algos.distillation": "generalized_jsd with_one_rest",
+    "rl.config": "DistillConfig",
+    "rl.learn.served_teacher": "PROBE TeacherError ServedTeacher open_teacher",
+    "rl.learn.teacher": "TeacherPrompts Teacher load_teacher answer_of",
+    "rl.role_config": "DistillLoss TeacherConfig",
+    "rl.served_teacher": (
+        "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
+    ),
+    "rl.teacher": "TeacherPrompts answer_of",
     "rl.agents": (
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
@@ -214,6 +231,10 @@ FORMER = {
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
+    "rl.draw.prompt_stream": "PromptStream",
+    "rl.prompt_stream": "Pool PromptStream",
+    "runtime.shared_stream": "SharedStream",
+    "runtime.streaming": "MOST_HUB_ROWS with_large_hub_data_streamed SharedStream",
     "rl.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.rollout_servers": (
         "Body CONNECT_SECONDS LOAD_SECONDS UNLOAD_SECONDS PATIENCE MOST_FAILURES VLLM_RANKS "

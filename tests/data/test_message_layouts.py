@@ -1,8 +1,6 @@
 """What files say of their messages: which are learnt, calls in older forms, and what is no text."""
 
 import json
-import tarfile
-from io import BytesIO
 
 import pytest
 from chat_tokenizers import build_chat_tokenizer
@@ -17,7 +15,6 @@ from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import RowOptions, parse_row
-from dschat_lora.data.tar_rows import tar_rows
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.report.sections import data_rows
 
@@ -581,21 +578,6 @@ def test_a_row_with_more_than_text_is_refused(row, column, content):
     assert len(records({**row, **marked}, BY_TURNS)) == 1  # a word as any other
     reason = f"f:1: a text has {sign}, and `{column}` is empty; text alone trains"
     assert refusal({**row, **marked, column: []}) == reason
-
-
-@pytest.mark.parametrize(
-    ("name", "column"), [("a.jpg", "images"), ("a.0.mp4", "videos"), ("a.WAV", "audios")]
-)
-def test_a_file_of_a_tar_that_is_no_text_is_a_column_that_is_refused(name, column):
-    content = BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        for member, text in (("a.txt", b"t"), (name, b"x")):
-            found = tarfile.TarInfo(member)
-            found.size = len(text)
-            archive.addfile(found, BytesIO(text))
-    content.seek(0)
-    found = {"bytes": b"x", "path": name} if column == "images" else name
-    assert list(tar_rows(content, most=2**20)) == [({"text": "t", column: [found]}, None)]
 
 
 @pytest.mark.parametrize(

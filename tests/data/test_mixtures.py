@@ -1,4 +1,4 @@
-"""Shares of several sources, of prepared rows; refusals of what cannot be mixed or streamed."""
+"""Shares of several sources, of prepared rows; refusals of what cannot be mixed."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from datasets import Dataset
 from hand_tokenizers import build_byte_tokenizer
 
 from dschat_lora.config.data import DataConfig, mixture_shares, split_weight
@@ -15,7 +14,6 @@ from dschat_lora.data.collect import mixture_weights
 from dschat_lora.data.loader import SampleSources, StepLoader, make_rows
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.rows import config_sources
-from dschat_lora.data.stream import Place, find_shards
 
 
 @pytest.fixture
@@ -58,9 +56,6 @@ def test_a_source_may_be_cut_to_its_first_rows(files):
     found, names = prepared(files, "a.jsonl", "b.jsonl", max_source_rows=(5, 0))
     assert [name for name in names if name[0] == "a"] == [f"a{i}" for i in range(5)]
     assert found.audit.train_rows == 125
-    config = DataConfig(data_path=("a.jsonl",), max_source_rows=(5,), streaming=True)
-    (shard,) = find_shards(config_sources(config, head=False), [0])
-    assert [row.location for row, _ in shard.read(Place(3))] == ["a.jsonl:4", "a.jsonl:5"]
 
 
 def test_steps_count_samples_tokens_and_epochs_of_each_source(files):
@@ -124,45 +119,11 @@ def test_a_number_behind_the_last_colon_is_a_weight_unless_a_file_has_that_name(
             "'1 2 3'",
         ),
         (
-            {"data_path": ("a",), "streaming": True, "data_split": "2,4,4"},
-            "--data_split needs to know the number of rows, which --streaming does not; give "
-            "--data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own",
-        ),
-        (
-            {"data_path": ("a", "b"), "streaming": True, "mixture_temperature": 2.0},
-            "--mixture_temperature 2 needs shares in --data_path, as in a.jsonl:0.6 b/:0.4: "
-            "--streaming does not know the rows",
-        ),
-        (
             {"data_path": ("a:1", "b:0.5"), "mixture_temperature": 0.0005},
             "--mixture_temperature 0.0005 leaves some of --data_path a:1 b:0.5 no share; raise it",
         ),
-        (
-            {"data_path": ("a", "b"), "streaming": True, "max_repeats": (1, 2)},
-            "--max_repeats 1 2: --streaming reads sources without shares as one; give one number",
-        ),
     ],
 )
-def test_what_cannot_be_mixed_or_streamed_is_refused(options, message):
+def test_what_cannot_be_mixed_is_refused(options, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DataConfig(**options)
-
-
-def test_a_hub_set_is_streamed_by_its_shards_from_any_row(monkeypatch):
-    rows = Dataset.from_dict({"text": [f"t{i}" for i in range(10)]})
-    asked = []
-
-    def load_dataset(name, *config, split, streaming):
-        asked.append((name, *config, split, streaming))
-        return rows.to_iterable_dataset(num_shards=3)
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    config = DataConfig(data_path=("org/name:c:train:0.5",), streaming=True)
-    shards = find_shards(config_sources(config, head=False), [0])
-    assert asked == [("org/name", "c", "train", True)]
-    whole = [[(row.location, row.values["text"]) for row, _ in s.read(Place())] for s in shards]
-    assert [text for shard in whole for _, text in shard] == [f"t{i}" for i in range(10)]
-    assert whole[1][0][0] == "org/name:c:train, shard 2:1"
-    for shard, content in zip(shards, whole, strict=True):
-        rest = [(row.location, row.values["text"]) for row, _ in shard.read(Place(2))]
-        assert rest == content[2:]

@@ -48,7 +48,7 @@ def provide(monkeypatch):
         paths = {name: f"{__name__}:{path}" for name, path in formats.items()}
         mine = Addon("mine", provides={"row_format": paths})
         monkeypatch.setattr(row_formats, "installed", lambda: {"mine": mine})
-        monkeypatch.setattr(row_formats, "provided", mine.provides.__getitem__)
+        monkeypatch.setattr(row_formats, "provided", lambda seam: mine.provides.get(seam, {}))
         forget()
 
     def forget():

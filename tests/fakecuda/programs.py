@@ -177,11 +177,8 @@ def decode(
         return found
 
 
-def serve(shape, *, layers, card="h200", adapters=2, steps=40, drafts=0):
-    """Steps of three requests, of which the first leaves after ten, with as many adapters.
-
-    Every second one has so many drafted tokens, which are taken back.
-    """
+def serve(shape, *, layers, card="h200", adapters=2, steps=40):
+    """Steps of three requests, of which the first leaves after ten, with as many adapters."""
     size = replace(shapes.SHAPES[shape], num_layers=layers)
     with fake_cuda(card) as watch, warnings.catch_warnings(record=True) as told:
         watch.truth = False
@@ -193,13 +190,12 @@ def serve(shape, *, layers, card="h200", adapters=2, steps=40, drafts=0):
         for copy in copies:
             apply_lora(copy, LoraConfig(lora_dim=8), seed=0)
         mixed.mix_adapters(model, copies, rows=numbers)
-        rows = SlotRows(model, numbers, pad_id=1, num_drafts=drafts)
+        rows = SlotRows(model, numbers, pad_id=1)
         with torch.no_grad(), rows.kernels():
             rows.join([[5] * 20, [6] * 30, [7] * 100], [0, 1, adapters])
             watch.start()
             for number in range(steps):
-                rows.step([[8] * (1 + drafts * (number % 2))] * len(rows))
-                rows.keep([0] * len(rows))
+                rows.step([8] * len(rows))
                 if number == 9:
                     rows.leave(0)
         warned = [str(each.message) for each in told if "CUDA graphs" in str(each.message)]

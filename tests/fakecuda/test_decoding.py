@@ -98,17 +98,3 @@ def test_requests_that_come_and_go_replay_steps(fake_device):
     # first step of each shape runs as it is.
     assert (found["graphs"], found["replays"]) == (3, 9 + 17 + 11)
     assert {place.split()[-1] for place in found["waits"]} == {"record"}
-
-
-@of_the_whole
-@pytest.mark.thorough
-def test_steps_with_drafts_have_graphs_of_their_own(fake_device):
-    options = {"shape": "opt-1.3b", "layers": 2, "steps": 10}
-    (plain, found) = (
-        fake_device.run("fakecuda.programs:serve", drafts=n, **options) for n in (0, 4)
-    )
-    assert found["warned"] == []
-    assert (plain["graphs"], plain["replays"]) == (1, 9)
-    # Of either shape the first step runs as it is.
-    assert (found["graphs"], found["replays"]) == (2, 4 + 4)
-    assert found["waits"].keys() == plain["waits"].keys()

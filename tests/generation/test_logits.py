@@ -158,7 +158,7 @@ def slot_rows(model):
     rows = SlotRows(model, pad_id=0)
     with torch.inference_mode(), rows.kernels():
         rows.join(PROMPTS, [0] * len(PROMPTS))
-        rows.step([[5]] * len(PROMPTS))
+        rows.step([5] * len(PROMPTS))
 
 
 class Padding:

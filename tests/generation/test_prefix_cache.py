@@ -75,7 +75,7 @@ class Served:
         for _ in range(count):
             for text, token in zip(self.texts, self.next, strict=True):
                 text.append(token)
-            self.take(self.rows.step([[token] for token in self.next])[:, -1])
+            self.take(self.rows.step(self.next))
 
     def leave(self, row):
         """Ends a row; gives its prompt and answer, of which the last token was not fed."""

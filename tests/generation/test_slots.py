@@ -55,7 +55,7 @@ def continuous(rows, samplings, numbers=NUMBERS, *, draws=None):
                 push(new, rows.join([PROMPTS[r] for r in new], [numbers[r] for r in new])[0])
                 running += new
             if running:
-                push(running, rows.step([[said[r][-1]] for r in running])[:, -1])
+                push(running, rows.step([said[r][-1] for r in running]))
             for row in reversed(range(len(running))):
                 if len(said[running[row]]) >= WANTS[running[row]]:
                     rows.leave(row)
@@ -150,7 +150,7 @@ def test_rows_read_nothing_of_one_that_is_not_finite_and_has_gone():
             rows.leave(1)
             logits, _ = rows.join([[6, 7], [8] * 40], [0] * 2)
             assert logits.isfinite().all()
-            assert rows.step([[5], [6], [7]]).isfinite().all()
+            assert rows.step([5, 6, 7]).isfinite().all()
 
 
 @torch.inference_mode()
@@ -166,11 +166,11 @@ def test_nothing_recorded_is_replayed_once_the_cache_has_grown(monkeypatch):
         rows, found = SlotRows(tiny_model("llama"), pad_id=0, record=each), []
         with rows.kernels():
             rows.join([[5, 6]], [0])
-            found += [rows.step([[7]]).clone() for _ in range(3)]  # recorded, and replayed
+            found += [rows.step([7]).clone() for _ in range(3)]  # recorded, and replayed
             rows.join([list(range(3, 23))], [0])  # which needs more rows and columns
-            found += [rows.step([[8], [9]])[:1].clone()]
+            found += [rows.step([8, 9])[:1].clone()]
             rows.leave(1)
-            found += [rows.step([[10]]).clone()]  # of the shape of before
+            found += [rows.step([10]).clone()]  # of the shape of before
         logits.append(torch.cat(found))
     assert len(tapes) == 1
     torch.testing.assert_close(*logits)
@@ -188,9 +188,9 @@ def test_another_request_takes_a_row_of_the_shape_that_is_recorded():
         rows = SlotRows(tiny_model("llama"), pad_id=0, record=each)
         with rows.kernels():
             rows.join([[5, 6], [7], [8, 9, 10]], [0] * 3)
-            found = [rows.step([[11]] * 3).clone() for _ in range(2)]
+            found = [rows.step([11] * 3).clone() for _ in range(2)]
             rows.join([[12, 13]], [0])
-            found += [rows.step([[14]] * 4).clone() for _ in range(2)]
+            found += [rows.step([14] * 4).clone() for _ in range(2)]
         logits.append(torch.cat(found))
     assert len(tapes) == 1, "three rows in four"
     torch.testing.assert_close(*logits)

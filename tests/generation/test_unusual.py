@@ -89,7 +89,7 @@ def test_rows_that_others_have_left_begin_anew(kind):
                 texts = before + new
             tokens = draw(len(texts))
             texts = [[*text, token] for text, token in zip(texts, tokens, strict=True)]
-            check(rows.step([[token] for token in tokens])[:, -1])
+            check(rows.step(tokens))
             for row in leaves:
                 rows.leave(row)
                 texts[row] = texts[-1]

@@ -181,7 +181,7 @@ def iterate(
         loader = text_loader(
             texts, micro=micro, accumulation=accumulation, rank=rank(), world_size=world_size()
         )
-        pretraining = Pretraining(loader.steps, None, coefficient=ptx)
+        pretraining = Pretraining(loader, coefficient=ptx)
     reports = [
         _iteration(
             engines,

@@ -19,6 +19,7 @@ from dschat_lora.rl.learn.experience import (
     count_deferred,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
+from dschat_lora.rl.learn.reference import ActorAsItWas
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
@@ -55,7 +56,7 @@ class Roles:
         self.actor, self.critic = Engine(), Engine() if critic else None
         self.logprob, self.value, self.text = logprob, value, text
         self.passes, self.factors, self.modes = [], [], []
-        self.retry, self.teacher, self.casts = Retry(), None, FactorCasts()
+        self.retry, self.reference, self.casts = Retry(), ActorAsItWas(), FactorCasts()
 
     @property
     def trained(self):
@@ -67,6 +68,9 @@ class Roles:
         self.passes.append(batch.numbers)
         table = batch.table(torch.ones(len(batch.target_ids)), width)
         return (self.logprob * table).requires_grad_(), 0.25 * table
+
+    def outputs(self, batch, width):
+        return self.policy(batch, width)
 
     def values(self, batch, width):
         return (self.value * batch.table(torch.ones(len(batch.target_ids)), width)).requires_grad_()
@@ -169,9 +173,7 @@ def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
 
 def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
     roles, texts = Roles(text=2.0), ragged_texts(3)
-    pretraining = Pretraining(
-        text_loader(texts, micro=1, accumulation=3).steps, None, coefficient=0.7
-    )
+    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
     found, _ = updated(roles, experience(), TWO_HALVES[:1], pretraining=pretraining)
     assert [last for _, last in roles.actor.fed] == [False] * 4 + [True]
     assert [last for _, last in roles.critic.fed] == [False, True]
@@ -185,9 +187,7 @@ def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
 
 def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
     roles, both, texts = Roles(), Roles(), ragged_texts(3)
-    pretraining = Pretraining(
-        text_loader(texts, micro=1, accumulation=3).steps, None, coefficient=0.7
-    )
+    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
     found, _ = updated(
         roles, experience(), TWO_HALVES, pretraining=pretraining, learning=("critic",)
     )
@@ -205,9 +205,7 @@ def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
 
 def test_a_step_in_which_nothing_counts_is_passed_over_with_its_rate_and_text():
     roles, texts = Roles(), ragged_texts(2)
-    pretraining = Pretraining(
-        text_loader(texts, micro=1, accumulation=1).steps, None, coefficient=1.0
-    )
+    pretraining = Pretraining(text_loader(texts, micro=1, accumulation=1), coefficient=1.0)
     known = experience(unscored=(0, 1, 2))
     found, _ = updated(roles, known, TWO_HALVES, pretraining=pretraining)
     assert len(found) == 1
@@ -636,9 +634,7 @@ def windows_of(pretraining, count):
 
 def test_text_goes_on_epoch_after_epoch_and_from_where_it_was():
     def fresh():
-        return Pretraining(
-            text_loader(ragged_texts(5), micro=1, accumulation=2).steps, None, coefficient=1.0
-        )
+        return Pretraining(text_loader(ragged_texts(5), micro=1, accumulation=2), coefficient=1.0)
 
     expected = windows_of(fresh(), 8)
     epoch = [sorted(str(b) for w in expected[n : n + 3] for b in w) for n in (0, 3)]
@@ -656,7 +652,5 @@ def test_text_goes_on_epoch_after_epoch_and_from_where_it_was():
 
 def test_a_window_counts_its_targets():
     texts = ragged_texts(2)
-    pretraining = Pretraining(
-        text_loader(texts, micro=2, accumulation=1).steps, None, coefficient=1.0
-    )
+    pretraining = Pretraining(text_loader(texts, micro=2, accumulation=1), coefficient=1.0)
     assert pretraining.window().num_targets == sum(len(ids) - 1 for ids in texts)

@@ -44,12 +44,12 @@ def _refusal(config: Any, family: Family) -> str:
             f"--context_parallel_size {divided} divides rows, and the model reads images, whose "
             "places and masks are those of whole rows: drop it"
         )
-    of_text = {"--streaming": getattr(getattr(data, "data", data), "streaming", False)}
+    of_text = {"--streaming": getattr(data, "tail", None) is not None}
     if hasattr(config, "has_turns"):
         engine = config.batch.rollout_engine
         of_text |= {
             f"--rollout_engine {engine}": engine != "own",
-            "distillation": config.ppo.rules.distills,
+            "distillation": not config.ppo.rules.learns_from_rewards,
             "an environment, agent or player": config.has_turns,
         }
     for what, is_used in of_text.items():

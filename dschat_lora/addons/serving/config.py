@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.config.addons import addon_options
-from dschat_lora.config.groups import PROMPT_LOOKUP, check_address, require, require_numbers
+from dschat_lora.config.groups import check_address, require, require_numbers
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import InferenceConfig
 from dschat_lora.models.source import ModelSource, find_model
@@ -37,14 +37,13 @@ class AnswerConfig:
     prefix_cache: bool = option(
         True, help="keep keys and values of ended answers for prompts that begin as they do"
     )
-    prompt_lookup_num_tokens: int = option(0, help=PROMPT_LOOKUP)
     loading: InferenceConfig = group(InferenceConfig)
     addons: Any = group(addon_options("serve"))
 
     def __post_init__(self) -> None:
         require(bool(self.models), "models", "nothing", "an output directory or more")
         require_numbers(self, ">= 1e-06, or 0 (greedy)", "temperature")
-        require_numbers(self, ">= 0", "top_k", "max_seq_len", "prompt_lookup_num_tokens")
+        require_numbers(self, ">= 0", "top_k", "max_seq_len")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require_numbers(self, ">= 1", "max_new_tokens")
 

@@ -25,7 +25,7 @@ from dschat_lora.addons.serving.grammars import GrammarError
 from dschat_lora.addons.serving.models import BaseBatch, ServedModel
 from dschat_lora.algos.segments import to_device
 from dschat_lora.generation.sampling import NO_TOKEN, Sampling, keep_top, undrawn_reason
-from dschat_lora.generation.slots import SlotRows, sample_each
+from dschat_lora.generation.slots import sample_each
 
 # Tokens, padding included, of prompts that are read between two steps of the running rows.
 PROMPT_TOKENS = 8192
@@ -202,12 +202,6 @@ class AnswerDecoder:
         """Number of answers that run, and that wait."""
         return sum(map(len, self._running.values())), len(self._waiting)
 
-    @property
-    def num_drafts(self) -> tuple[int, int]:
-        """Tokens that prompt look-up guessed, and how many of them were right."""
-        rows = [batch.rows for batch in list(self._running)]
-        return sum(each.drafted for each in rows), sum(each.accepted for each in rows)
-
     def leave(self, answer: RunningAnswer) -> None:
         """Stop decoding an answer that nobody reads; nothing more of it is emitted."""
         answer.left = True
@@ -303,7 +297,8 @@ class AnswerDecoder:
             ended = [False] * first + _push(joining, logits)
             self._drop(batch, running, ended)
         if running:
-            self._drop(batch, running, _go_on(batch.rows, running))
+            logits = batch.rows.step([answer.last_token for answer in running])
+            self._drop(batch, running, _push(running, logits))
 
     def _joining(self, batch: BaseBatch, running: int) -> list[RunningAnswer]:
         """Take the answers from the queue that can join a batch."""
@@ -337,31 +332,6 @@ def sampling_of(options: AnswerOptions) -> Sampling:
     if options.temperature == 0:
         return Sampling(1, do_sample=False)
     return Sampling(1, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
-
-
-def _go_on(rows: SlotRows, running: Sequence[RunningAnswer]) -> list[bool]:
-    """One token for each answer, and as many more as its draft has that are drawn too.
-
-    Returns which have ended.
-    """
-    given = rows.propose([a.last_token for a in running], [a.room for a in running])
-    logits = rows.step(given)
-    ended, accepted = [False] * len(running), [0] * len(running)
-    going = [*range(len(running))]
-    for at in range(logits.shape[1]):
-        here = logits[:, at] if len(going) == len(running) else logits[going, at]
-        found = _push([running[row] for row in going], here)
-        for row, has_ended in zip(going, found, strict=True):
-            ended[row], accepted[row] = has_ended, at
-        going = [
-            row
-            for row in going
-            if not ended[row] and given[row][at + 1 : at + 2] == [running[row].last_token]
-        ]
-        if not going:
-            break
-    rows.keep(accepted)
-    return ended
 
 
 def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:

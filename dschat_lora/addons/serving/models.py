@@ -214,13 +214,7 @@ def open_adapter(
 def _slots(
     model: PreTrainedModel, adapters: AdapterRows | None, pad_id: int, config: AnswerConfig
 ) -> SlotRows:
-    slots = SlotRows(
-        model.eval(),
-        adapters,
-        pad_id=pad_id,
-        prefix_cache=config.prefix_cache,
-        num_drafts=config.prompt_lookup_num_tokens,
-    )
+    slots = SlotRows(model.eval(), adapters, pad_id=pad_id, prefix_cache=config.prefix_cache)
     slots.prepare()  # here, where a lack of memory keeps this model alone from being served
     return slots
 

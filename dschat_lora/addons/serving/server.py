@@ -164,9 +164,6 @@ class Service:
         alive, (running, waiting) = self.decoder.is_alive, self.decoder.load
         state = "ok" if alive else "stopping" if self.decoder.failure is None else "failed"
         content = {"status": state, "running": running, "waiting": waiting}
-        if self.config.prompt_lookup_num_tokens:
-            drafted, accepted = self.decoder.num_drafts
-            content |= {"num_draft_tokens": drafted, "num_accepted_tokens": accepted}
         return JSONResponse(content, 200 if alive else 503)
 
     async def settings(self, request: Request) -> Response:

@@ -135,10 +135,6 @@ class Drawing(Protocol):
         """Free what is kept where it leaves less memory than an update takes."""
         return
 
-    def metrics(self) -> dict[str, float | None]:
-        """Of the engine since the last call; on every rank."""
-        return {}
-
     def broken_weights(self) -> list[str]:
         """Names of the actor's weights on this rank that are not finite."""
         return []

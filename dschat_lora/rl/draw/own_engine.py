@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dschat_lora.engine.distributed import max_over_ranks, sum_over_ranks
+from dschat_lora.engine.distributed import max_over_ranks
 from dschat_lora.engine.zero import broken_parameters, gathered
 from dschat_lora.generation.generate import Decoder, KeepGoing, check_cache
 from dschat_lora.generation.sampling import Responses
@@ -62,8 +62,6 @@ class OwnEngine(Drawing):
         self._batch_size, self._has_turns = batch.rows_decoded, site.config.has_turns
         self._keeps_memory = plan is not None and plan.keeps_cache
         self._update_bytes = 0 if plan is None else plan.update
-        self._num_drafts = batch.prompt_lookup_num_tokens
-        self._drafts = torch.zeros(2, dtype=torch.float64)  # drafted, and accepted
         self._decoders = dict[int, Decoder]()
         self._make_decoder = partial(
             Decoder,
@@ -74,7 +72,6 @@ class OwnEngine(Drawing):
             merged=batch.merge_for_rollouts,
             unpacked=site.unpacked,
             retains=self._has_turns,
-            num_drafts=self._num_drafts,
         )
 
     @contextmanager
@@ -90,7 +87,6 @@ class OwnEngine(Drawing):
                     check_cache(model)
                     self._decoders[id(model)] = self._make_decoder(model)
                 decoder = self._decoders[id(model)]
-                self._drafts -= torch.tensor([decoder.drafted, decoder.accepted])
                 refills = decoder.refills and not (keep_going or cuts or self._has_turns)
 
                 def begin(
@@ -101,7 +97,6 @@ class OwnEngine(Drawing):
                     return lambda: decoded_turns(found, keep_logprobs)
 
                 yield begin, None if refills else self._batch_size
-                self._drafts += torch.tensor([decoder.drafted, decoder.accepted])
         except torch.OutOfMemoryError as error:
             raise FullWhileDecodingError(str(error)) from error
         finally:
@@ -140,18 +135,6 @@ class OwnEngine(Drawing):
         on_gpu = self._trained.device.type == "cuda"
         if self.keeps and on_gpu and free_bytes(self._trained.device) < self._update_bytes:
             self.release()
-
-    def metrics(self) -> dict[str, float | None]:
-        """Guessed tokens since the last call, and the share of them that was drawn.
-
-        Nothing without prompt look-up.
-        """
-        if not self._num_drafts:
-            return {}
-        drafted, accepted = sum_over_ranks(self._drafts.tolist())
-        self._drafts.zero_()
-        share = accepted / drafted if drafted else None
-        return {"draft_tokens": drafted, "draft_acceptance": share}
 
     def broken_weights(self) -> list[str]:
         """Names of the actor's weights on this rank that are not finite."""

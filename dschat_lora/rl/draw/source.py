@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.data.samples import PromptSample, SequenceSample, SourcedSamples
+from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.response.response import Response
 
 Pool = SourcedSamples | Sequence[Any]
 
@@ -134,7 +135,7 @@ class Draws:
     prompts: Sequence[PromptSample]  # whose responses are begun, those of the iteration first
     needed: int | None  # how many of them are enough; None: all are needed
     further: Iterator[PromptSample]  # those to ask next, each once
-    answers: Sequence[SequenceSample] = ()  # of the data, which are learnt from beside responses
+    answers: Sequence[Response] = ()  # of data, which are learnt from beside those drawn
 
 
 def prompts_per_iteration(batch: RolloutConfig) -> int:
@@ -144,14 +145,14 @@ def prompts_per_iteration(batch: RolloutConfig) -> int:
 
 
 def check_others(config: RlhfConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data, or of blocks of a stream, that are one iteration.
+    """Refuse over-sampling of data of which no more is known at a time than one iteration's.
 
     Raises:
         ValueError: naming ``--oversample``.
     """
     batch, known, remedy = config.batch, num_prompts, "give more prompts"
-    if config.data.streaming:
-        known, remedy = config.data.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
+    if config.data.tail is not None:
+        known, remedy = config.data.tail.at_once
     if batch.oversample > 1 and known <= prompts_per_iteration(batch):
         raise ValueError(
             f"--oversample {batch.oversample:g} begins further prompts than the {known} of an "

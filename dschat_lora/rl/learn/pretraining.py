@@ -1,16 +1,13 @@
 """Pretraining text mixed into the update (PTX), with a cursor of its own."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dschat_lora.data.batch import Batch
-from dschat_lora.data.loader import Window
+from dschat_lora.data.loader import Loader, Window
 from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.runtime.checkpointer import Stateful
-
-Steps = Callable[[int], Iterator[Window]]  # those from one on
 
 
 @dataclass(frozen=True)
@@ -24,18 +21,17 @@ class TextWindow:
 class Pretraining:
     """The text of one optimizer step after another, epoch after epoch.
 
-    ``stream`` is what ``steps`` are read from, if the text is not all prepared, and ``coefficient``
-    the weight of its loss per token.
+    ``coefficient`` is the weight of its loss per token.
     """
 
     name = "pretraining"
 
-    def __init__(self, steps: Steps, stream: Stateful | None, *, coefficient: float) -> None:
-        self.coefficient, self._steps, self._stream = coefficient, steps, stream
+    def __init__(self, loader: Loader, *, coefficient: float) -> None:
+        self.coefficient, self._loader = coefficient, loader
         self._step, self._counts = 0, StepCounts()
         self._windows: Iterator[Window] | None = None
         self._read: deque[tuple[Window, dict[str, Any]]] = deque()  # with the state after each
-        self._state = self._state_of_stream()
+        self._state = loader.state()
 
     def read(self, steps: int) -> None:
         """Have the text of so many steps.
@@ -44,10 +40,10 @@ class Pretraining:
             StreamError: if it cannot be read on.
         """
         if self._windows is None:
-            self._windows = self._steps(self._step)
+            self._windows = self._loader.steps(self._step)
         while len(self._read) < steps:
             window = next(self._windows)
-            self._read.append((window, self._state_of_stream()))
+            self._read.append((window, self._loader.state()))
 
     def window(self) -> TextWindow:
         """The text of the next step."""
@@ -64,14 +60,10 @@ class Pretraining:
         return counts
 
     def state(self) -> dict[str, Any]:
-        return {"step": self._step, **self._state}
+        return {"step": self._step, **({"stream": self._state} if self._state else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
-        if self._stream is not None:
-            self._stream.restore(state["stream"])
-        self._windows, self._state = None, self._state_of_stream()
+        self._loader.restore(state.get("stream", {}))
+        self._windows, self._state = None, self._loader.state()
         self._read.clear()
-
-    def _state_of_stream(self) -> dict[str, Any]:
-        return {} if self._stream is None else {"stream": self._stream.state()}

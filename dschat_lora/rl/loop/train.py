@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dschat_lora.data.loader import Tail
 from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
@@ -36,7 +37,6 @@ from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
 from dschat_lora.runtime.run import open_run
-from dschat_lora.runtime.setup import record_stream
 
 NOTE = (
     "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
@@ -186,11 +186,9 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
         "rows_per_step": schedule.rows_per_step,
         "responses": schedule.source.per_iteration * schedule.num_generations,
     }
-    if schedule.source.state():
-        streamed = filter(None, [config.data.data, text_data(config)])
-        from dschat_lora.data.stream_loader import describe_sources
-
-        identity["stream"] = " ".join(map(describe_sources, streamed))
+    if config.data.tail is not None:
+        tail: Tail = config.data.tail
+        identity["stream"] = tail.identity(config.data.data, text_data(config))
     engines: dict[str, Any] = {
         name: EngineState(engine, setup.models.roles.models[name].model)
         for name, engine in trainer.engines.trained.items()
@@ -222,8 +220,9 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
     }
     run.record.update({"results": results, "phases": phases})
     source = trainer.schedule.source
-    if stream := source.state():
-        record_stream(run, stream, has_ended=source.end is not None, step=progress.step)
+    if config.data.tail is not None:
+        tail: Tail = config.data.tail
+        tail.record(run, source.state(), has_ended=source.end is not None, step=progress.step)
     if not progress.step and not config.run.merge_adapter:
         return
     if progress.step:

@@ -105,7 +105,6 @@ class RlhfTrainer:
             **self.sampler.metrics(progress.iteration - 1),
             "iteration": progress.iteration,
             **iteration_metrics(results, updater, experience, shaped, self.config),
-            **self.generator.engine.metrics(),
             **self.throughput(
                 responses,
                 steps,

@@ -444,7 +444,8 @@ def calls_of(
     }
     if environments is not None:
         offered["environments"] = list(environments)
-    calls, parts = [offered], [list(responses)]
+    calls: list[dict[str, Any]] = [offered]
+    parts = [list(responses)]
     if is_singular(function):
         places = range(len(responses))
         calls = [{singular(name): v[i] for name, v in offered.items()} for i in places]

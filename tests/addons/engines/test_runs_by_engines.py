@@ -11,7 +11,6 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import dschat_lora as dl
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.generation.generate import Decoder
 from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.rl.draw import completions
 from dschat_lora.rl.loop import setup
@@ -51,30 +50,6 @@ def of_kind(run, kind):
 def own(tmp_path_factory):
     home = tmp_path_factory.mktemp("runs") / "own"
     return dl.rlhf(data=ROWS, rewards=brevity, max_steps=2, output_dir=home, **OPTIONS)
-
-
-@pytest.mark.thorough
-def test_rollouts_with_prompt_lookup_are_those_without(own, tmp_path, monkeypatch):
-    calls, draws = [], Decoder.__call__
-
-    def noted(self, prompts, *args, seeds, **options):
-        calls.append(sum(map(len, seeds)))
-        return draws(self, prompts, *args, seeds=seeds, **options)
-
-    monkeypatch.setattr(Decoder, "__call__", noted)
-    options = OPTIONS | {"per_device_generation_batch_size": 4, "generation_batches": 4}
-    drafts = {"prompt_lookup_num_tokens": 4}
-    run = dl.rlhf(
-        data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **drafts, **options
-    )
-    assert 16 in calls, "of an iteration all at once, four rows at a time"
-    for line, expected in zip(of_kind(run, "train"), of_kind(own, "train"), strict=True):
-        for name in ("reward", "response_length", "kl", "policy_loss", "grad_norm"):
-            assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5)
-        assert line["sampler_error_max"] < 1e-4
-        assert line["draft_tokens"] > 0
-        assert 0 < line["draft_acceptance"] < 1
-        assert "draft_tokens" not in expected
 
 
 def drawn(home):

@@ -156,16 +156,15 @@ def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, 
     sampling = Sampling(max_new_tokens=5)
     prompts, copies = found.prompts, 2
     longest = max(map(len, prompts)) + 5
-    # All rows at once, copies of a prompt read once; three rows, which are refilled; with drafts;
+    # All rows at once, copies of a prompt read once; three rows, which are refilled;
     # without a cache.
-    for rows, drafts, caches in ((12, 0, True), (3, 0, True), (3, 4, True), (12, 0, False)):
+    for rows, caches in ((12, True), (3, True), (12, False)):
         decoder = Decoder(
             roles.rollout.eval(),
             eos_ids=[],
             pad_id=0,
             device=torch.device("cpu"),
             largest=(rows, longest),
-            num_drafts=drafts,
         )
         decoder.refills = caches
         seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]

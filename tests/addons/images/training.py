@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from dschat_lora.checkpoint.adapter import write_adapter
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
@@ -89,6 +90,7 @@ class Seeing:
         words += ["--max_seq_len", 400, "--preprocessing_num_workers", 1]
         words += ["--data_output_path", self.folder / "cache", *options]
         config = parse_config(config_class, list(map(str, words)), program="test")
+        config = through_addons(config, "before_data")
         cache = self.folder / "cache"
         tokenizer, _, prepared = prepared_by(config, self.source.base, cache, kind)
         samples = [prepared.train[index] for index in range(len(prepared.train))]

@@ -1,9 +1,6 @@
 """The thread that decodes for many, on runs of the bundled model."""
 
-import json
 import threading
-from dataclasses import replace
-from importlib.util import find_spec
 from queue import Queue
 
 import pytest
@@ -12,10 +9,8 @@ import torch
 from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.addons.serving.decoder import AnswerDecoder
 from dschat_lora.addons.serving.endpoint.answers import BusyError, StoppedError, TooLongError
-from dschat_lora.addons.serving.endpoint.grammars import Grammar
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
 from dschat_lora.addons.serving.models import open_models
-from dschat_lora.generation.prompt_lookup import PromptLookup
 from helpers.served import QUESTIONS, endless, peft_greedy, write_run
 
 GREEDY = AnswerOptions(24, temperature=0)
@@ -240,43 +235,3 @@ def test_a_model_that_fails_ends_what_runs_and_not_the_server(slow, monkeypatch)
     monkeypatch.setattr(model.batch.rows, "step", step)
     decoder.submit(model, [5], AnswerOptions(3, temperature=0), queue.put)
     assert pieces_of(queue)[-1].tokens == 3
-
-
-@pytest.mark.skipif(find_spec("llguidance") is None, reason="the extra [serving] is needed")
-def test_drafts_change_neither_texts_nor_what_comes_with_them(runs, models, decoder, monkeypatch):
-    words = tuple(map(str, runs.values()))
-    drafting = open_models(ServeConfig(models=words, prompt_lookup_num_tokens=4), with_base=True)
-    other = AnswerDecoder({m.batch for m in drafting.values()}, max_batch_size=3, max_queue=100)
-    other.start()
-    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 9}
-    grammar = Grammar(json.dumps({"grammars": [{"json_schema": schema}]}), "response_format")
-    asked = [
-        AnswerOptions(60, temperature=0, logprobs=2, ignore_eos=True),
-        AnswerOptions(60, temperature=0.3, seed=5, logprobs=0),
-        AnswerOptions(40, temperature=0.5, top_k=20, seed=6, grammar=grammar),
-        AnswerOptions(60, temperature=0.0, stop=("a",)),
-    ]
-    try:
-        found = []
-        for served, by in ((models, decoder), (drafting, other)):
-            queues = [(Queue(), options) for options in asked for _ in served]
-            for (queue, options), model in zip(queues, [*served.values()] * 4, strict=True):
-                ids = model.chat_ids([{"role": "user", "content": "one two one two " * 3}])
-                by.submit(model, ids, options, queue.put)
-            found.append([pieces_of(queue) for queue, _ in queues])
-        for plain, pieces in zip(*found, strict=True):
-            for name in ("text", "tokens", "finish", "error", "ids"):
-                assert [getattr(p, name) for p in pieces] == [getattr(p, name) for p in plain]
-            for one, expected in zip(pieces, plain, strict=True):
-                assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        drafted, accepted = other.num_drafts
-        assert drafted > accepted > 50
-        assert decoder.num_drafts == (0, 0)
-        queue, rooms = Queue(), []
-        monkeypatch.setattr(PromptLookup, "draft", lambda self, room: rooms.append(room) or [])
-        other.submit(drafting["base"], [5], replace(asked[0], max_new_tokens=4), queue.put)
-        assert pieces_of(queue)[-1].tokens == 4
-        assert rooms == [2, 1, 0]
-    finally:
-        other.close()
-        other.join()

@@ -4,18 +4,21 @@ import gzip
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from streams import streaming
 
 from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.streaming.loader import Stream
+from dschat_lora.addons.streaming.prompts import PromptStream
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.options import build_config
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.sources import StreamError
-from dschat_lora.data.stream_loader import Stream
-from dschat_lora.rl.draw.prompt_stream import PromptStream
 from dschat_lora.rl.draw.source import PromptOrder, check_others
 from dschat_lora.rl.loop.schedule import RlhfSchedule
 from dschat_lora.rl.options.config import PromptConfig, RlhfConfig
@@ -35,16 +38,15 @@ def files(tmp_path):
 
 
 def config_of(files, **options):
-    options = {"eval_ratio": 0.0, "preprocessing_num_workers": 1} | options
     path = files / "*.jsonl" if files.is_dir() else files
-    return PromptConfig(data_path=(str(path),), **options).data
+    return streaming([path], data=PromptConfig, **options).data
 
 
 class Run:
     """A run of so many prompts an iteration over a stream."""
 
     def __init__(self, files, each, *, state=None, iteration=0, **options):
-        config = config_of(files, streaming=True, **options)
+        config = config_of(files, **options)
         self.stream = Stream(config, build_byte_tokenizer(), **RUN, left_out=frozenset())
         self.iteration = iteration
         self.order = PromptStream(
@@ -69,7 +71,7 @@ class Run:
 @pytest.fixture
 def prepared(files, tmp_path_factory):
     tokenizer, cache = build_byte_tokenizer(), tmp_path_factory.mktemp("cache")
-    return prepare(config_of(files), tokenizer, cache_dir=cache, **RUN).train
+    return prepare(replace(config_of(files), tail=None), tokenizer, cache_dir=cache, **RUN).train
 
 
 @pytest.mark.parametrize("each", [5, 23, 40])
@@ -255,7 +257,11 @@ def test_oversampling_of_blocks_that_are_one_iteration_is_refused():
     options = {"data_path": ("a.jsonl",), "streaming": True, "oversample": 1.5}
     options |= {"per_device_generation_batch_size": 16}
     more, few = (
-        build_config(RlhfConfig, {**options, "shuffle_buffer_size": size}) for size in (17, 16)
+        through_addons(
+            build_config(RlhfConfig, {**options, "max_steps": 1, "shuffle_buffer_size": size}),
+            "before_data",
+        )
+        for size in (17, 16)
     )
     check_others(more, 1000)
     with pytest.raises(ValueError, match="than the 16 of an .*give a larger --shuffle_buffer_size"):

@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from streams import streaming
 
 from data.hand_tokenizers import build_byte_tokenizer
-from dschat_lora.config.data import DataConfig
+from dschat_lora.addons.streaming.loader import Stream, StreamLoader
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import make_rows
 from dschat_lora.data.sources import StreamError
-from dschat_lora.data.stream_loader import Stream, StreamLoader
 from dschat_lora.rl.learn.pretraining import Pretraining
 
 
@@ -27,8 +27,7 @@ def fresh(file):
     streams = []
 
     def make():
-        options = {"shuffle_buffer_size": 5, "preprocessing_num_workers": 1, "eval_ratio": 0.0}
-        data = DataConfig(data_path=(str(file),), streaming=True, **options)
+        data = streaming([file], shuffle_buffer_size=5)
         run = {"phase": 3, "seed": 3, "eos_id": 2, "kind": "samples"}
         streams.append(Stream(data, build_byte_tokenizer(), **run, left_out=frozenset()))
         loader = StreamLoader(
@@ -48,7 +47,7 @@ def fresh(file):
             world_size=1,
             collate=SampleCollator(0),
         )
-        return Pretraining(loader.steps, loader, coefficient=1.0), streams[-1]
+        return Pretraining(loader, coefficient=1.0), streams[-1]
 
     yield make
     for each in streams:

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dschat_lora.addons.streaming.loader import Blocks, StreamedRows, Taken, block_seed
+from dschat_lora.addons.streaming.stream import Block as StreamBlock
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.loader import PackedRow
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import PromptSample, SequenceSample
-from dschat_lora.data.stream import Block as StreamBlock
-from dschat_lora.data.stream_loader import Blocks, StreamedRows, Taken, block_seed
 from dschat_lora.rl.draw.source import Block, Pool
 
 

@@ -7,6 +7,7 @@ import re
 import sys
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -14,17 +15,21 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import zstandard
-from hand_tokenizers import build_byte_tokenizer
+from datasets import Dataset
 from huggingface_hub.errors import HfHubHTTPError
+from streams import streaming
 
-from dschat_lora.config.data import DataConfig
-from dschat_lora.data import readers, stream
+from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.streaming import stream
+from dschat_lora.addons.streaming.loader import Stream, StreamLoader
+from dschat_lora.addons.streaming.stream import next_pool
+from dschat_lora.addons.streaming.tar_rows import tar_rows
+from dschat_lora.data import readers
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.loader import StepLoader, TokenBudget, make_rows
 from dschat_lora.data.prepare import prepare
+from dschat_lora.data.rows import config_sources
 from dschat_lora.data.sources import StreamError
-from dschat_lora.data.stream import next_pool
-from dschat_lora.data.stream_loader import Stream, StreamLoader
 
 EOS, SEED, LENGTH = 2, 5, 48
 ROW = SampleCollator(0)
@@ -54,9 +59,7 @@ def write_shards(directory, sizes=(40, 7, 30), tag="row"):
 
 
 def config_of(*paths, **options):
-    options = {"max_seq_len": LENGTH, "eval_ratio": 0.0, "streaming": True} | options
-    options = {"preprocessing_num_workers": 1} | options
-    return DataConfig(data_path=tuple(map(str, paths)), **options)
+    return streaming(paths, **({"max_seq_len": LENGTH} | options))
 
 
 def streamed(*paths, state=None, world=1, rank=0, budget=None, say=print, left_out=(), **options):
@@ -118,7 +121,7 @@ def texts_of(rows):
 
 @pytest.mark.parametrize("tokens", [None, 60])
 def test_one_block_gives_the_steps_of_prepared_files(shards, tmp_path, tokens):
-    config = config_of(shards, streaming=False)
+    config = replace(config_of(shards), tail=None)
     tokenizer = build_byte_tokenizer()
     prepared = prepare(
         config, tokenizer, phase=1, seed=SEED, eos_id=EOS, cache_dir=tmp_path / "cache"
@@ -272,6 +275,21 @@ def test_members_of_a_tar_file_that_are_no_sample_are_passed_over(tmp_path, monk
             archive.addfile(tarfile.TarInfo(f"0.x{number}"))
     with pytest.raises(ValueError, match="the row holds more than 2,000 bytes"):
         list(readers.iter_file(tmp_path / "b.tar"))
+
+
+@pytest.mark.parametrize(
+    ("name", "column"), [("a.jpg", "images"), ("a.0.mp4", "videos"), ("a.WAV", "audios")]
+)
+def test_a_file_of_a_tar_that_is_no_text_is_a_column_that_is_refused(name, column):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for member, text in (("a.txt", b"t"), (name, b"x")):
+            found = tarfile.TarInfo(member)
+            found.size = len(text)
+            archive.addfile(found, io.BytesIO(text))
+    content.seek(0)
+    found = {"bytes": b"x", "path": name} if column == "images" else name
+    assert list(tar_rows(content, most=2**20)) == [({"text": "t", column: [found]}, None)]
 
 
 def test_what_is_before_the_block_is_not_read_again(shards, monkeypatch):
@@ -492,3 +510,34 @@ def test_the_pool_that_is_furthest_behind_is_next():
         drawn[next_pool([6, 3, 1], drawn, [False] * 3)] += 1
     assert drawn == [6, 3, 1]
     assert next_pool([6, 3, 1], [0, 0, 0], [True, False, False]) == 1
+
+
+def shards_of(path, **options):
+    return stream.find_shards(config_sources(config_of(path, **options), head=False), [0])
+
+
+def test_a_source_may_be_cut_to_its_first_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_rows(tmp_path / "a.csv", 9).parent)
+    (shard,) = shards_of("a.csv", max_source_rows=(5,))
+    assert [row.location for row, _ in shard.read(stream.Place(3))] == ["a.csv:5", "a.csv:6"]
+
+
+def test_a_hub_set_is_read_by_its_shards_from_any_row(monkeypatch):
+    rows = Dataset.from_dict({"text": [f"t{i}" for i in range(10)]})
+    asked = []
+
+    def load_dataset(name, *config, split, streaming):
+        asked.append((name, *config, split, streaming))
+        return rows.to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    shards = shards_of("org/name:c:train:0.5")
+    assert asked == [("org/name", "c", "train", True)]
+    whole = [
+        [(row.location, row.values["text"]) for row, _ in s.read(stream.Place())] for s in shards
+    ]
+    assert [text for shard in whole for _, text in shard] == [f"t{i}" for i in range(10)]
+    assert whole[1][0][0] == "org/name:c:train, shard 2:1"
+    for shard, content in zip(shards, whole, strict=True):
+        rest = [(row.location, row.values["text"]) for row, _ in shard.read(stream.Place(2))]
+        assert rest == content[2:]

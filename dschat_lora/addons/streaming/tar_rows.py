@@ -2,7 +2,7 @@
 
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import IO, Any, cast
 
@@ -26,23 +26,32 @@ def tar_rows(file: IO[bytes], *, most: int) -> Iterator[tuple[dict[str, Any], st
     macOS adds, are none of a sample.
 
     Raises:
-        tarfile.TarError: if the file is damaged.
+        OSError: if the file is damaged.
     """
-    with tarfile.open(fileobj=file, mode="r|") as archive:
-        for _, group in groupby(_members(archive), key=lambda member: _parts(member)[0]):
-            values: dict[str, Any] = {}
-            problem, size = None, 0
-            for member in group:
-                size += member.size + tarfile.BLOCKSIZE
-                if size > most:
-                    yield None
-                try:
-                    _add(values, member, cast(IO[bytes], archive.extractfile(member)))
-                except RecursionError:
-                    problem = TOO_DEEP
-                except ValueError as error:
-                    problem = f"{member.name}: {error}"
-            yield ({}, problem) if problem else (values, None)
+    try:
+        with tarfile.open(fileobj=file, mode="r|") as archive:
+            for _, group in groupby(_members(archive), key=lambda member: _parts(member)[0]):
+                yield _row(archive, group, most)
+    except tarfile.TarError as error:
+        raise OSError(str(error)) from error
+
+
+def _row(
+    archive: tarfile.TarFile, members: Iterable[tarfile.TarInfo], most: int
+) -> tuple[dict[str, Any], str | None] | None:
+    values: dict[str, Any] = {}
+    problem, size = None, 0
+    for member in members:
+        size += member.size + tarfile.BLOCKSIZE
+        if size > most:
+            return None
+        try:
+            _add(values, member, cast(IO[bytes], archive.extractfile(member)))
+        except RecursionError:
+            problem = TOO_DEEP
+        except ValueError as error:
+            problem = f"{member.name}: {error}"
+    return ({}, problem) if problem else (values, None)
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

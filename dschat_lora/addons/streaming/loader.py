@@ -13,6 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dschat_lora.addons.streaming.stream import (
+    MAX_EXAMPLES,
+    Block,
+    ChunkReader,
+    Pool,
+    find_shards,
+    read_blocks,
+)
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.config.data import DataConfig, mixture_shares
 from dschat_lora.data.chat import make_chat
@@ -29,14 +37,6 @@ from dschat_lora.data.prepare import num_workers, source_names, token_rule
 from dschat_lora.data.record_files import RowReader
 from dschat_lora.data.rows import DataKind, config_sources, row_options
 from dschat_lora.data.sources import StreamError
-from dschat_lora.data.stream import (
-    MAX_EXAMPLES,
-    Block,
-    ChunkReader,
-    Pool,
-    find_shards,
-    read_blocks,
-)
 
 POLL = 0.1  # seconds between two looks at whether reading is to end
 PATIENCE = 10  # seconds in which it does, unless a read hangs
@@ -54,7 +54,7 @@ def describe_sources(config: DataConfig) -> str:
             + [file.name for file in source.files]
             for source in config_sources(config, head=False)
         ]
-        + [config.mixture_temperature, config.shuffle_buffer_size]
+        + [config.mixture_temperature, config.tail.shuffle_buffer_size]
     )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -84,7 +84,7 @@ class Stream:
         names = source_names(sources)
         options = ("data_path", *(("sft_only_data_path",) if phase == 1 else ()))
         used = [number for number, source in enumerate(sources) if source.option in options]
-        self._size, self._workers = config.shuffle_buffer_size, num_workers(config)
+        self._size, self._workers = config.tail.shuffle_buffer_size, num_workers(config)
         chat = make_chat(tokenizer, config.chat_template_kwargs, eos_id=eos_id)
         reader = RowReader(row_options(config), chat, kind, skips=config.bad_rows == "skip")
         rule = token_rule(config, eos_id, kind)

@@ -1,15 +1,16 @@
-"""Data sets of the hub that are streamed by themselves, as they are large."""
+"""What is read while training: what cannot be is refused, large data of the hub is by itself."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
+from dschat_lora.addons.streaming.options import StreamingOptions
+from dschat_lora.config.addons import through_addons
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.report import terminal
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.run import with_large_hub_data_streamed
-from dschat_lora.runtime.setup import record_stream
 
 
 @pytest.fixture
@@ -35,10 +36,11 @@ def streams(monkeypatch, capsys):
         config = build_config(stage, {"data_path": names, "max_steps": 5} | options)
         if checkpoint:
             object.__setattr__(config, "checkpoint", checkpoint)
-        found = with_large_hub_data_streamed(config)
+        found = through_addons(config, "on_all_ranks")
         # A resumed run takes the options that were typed.
-        assert ("streaming" in found.given) == (found.data.streaming or "streaming" in options)
-        return found.data.streaming, capsys.readouterr().out
+        is_read = found.data.tail is not None
+        assert ("streaming" in found.given) == (is_read or "streaming" in options)
+        return is_read, capsys.readouterr().out
 
     return call
 
@@ -79,6 +81,32 @@ def test_a_loss_that_looks_at_all_pairs_before_is_not_streamed(streams):
     assert streams(DpoStageConfig, *TWO, precompute_ref_log_probs=False)[0]
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"data_path": ("a",), "data_split": "2,4,4"},
+            "--data_split needs to know the number of rows, which --streaming does not; give "
+            "--data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own",
+        ),
+        (
+            {"data_path": ("a", "b"), "mixture_temperature": 2.0},
+            "--mixture_temperature 2 needs shares in --data_path, as in a.jsonl:0.6 b/:0.4: "
+            "--streaming does not know the rows",
+        ),
+        (
+            {"data_path": ("a", "b"), "max_repeats": (1, 2)},
+            "--max_repeats 1 2: --streaming reads sources without shares as one; give one number",
+        ),
+    ],
+)
+def test_what_needs_all_of_the_data_before_is_refused(options, message):
+    config = build_config(SupervisedConfig, {"streaming": True, "max_steps": 5} | options)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        through_addons(config, "before_data")
+
+
 @pytest.mark.parametrize(
     ("has_ended", "step", "said"),
     [(True, 3, ["after step 3"]), (True, 5, []), (False, 3, [])],
@@ -92,7 +120,7 @@ def test_data_that_has_ended_is_said_where_that_ends_the_run(has_ended, step, sa
         log=SimpleNamespace(say=lines.append),
     )
     state = {"read": {}, "unused": {}, "used": 7}
-    record_stream(run, state, has_ended=has_ended, step=step)
+    StreamingOptions(True).record(run, state, has_ended=has_ended, step=step)
     assert record == {"stream": {"read": {}, "unused": {}}}
     expected = ["all data was read --max_repeats times: the run ends " + each for each in said]
     assert lines == expected

@@ -1,0 +1,118 @@
+"""Options of rows that are read while training, which are what reads them: a ``Tail`` of data."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dschat_lora.config.data import DataConfig
+from dschat_lora.config.groups import require_numbers
+from dschat_lora.config.options import option
+from dschat_lora.data.readers import load_hub
+from dschat_lora.data.sources import Source
+
+if TYPE_CHECKING:
+    from dschat_lora.addons.streaming.loader import StreamLoader
+    from dschat_lora.addons.streaming.prompts import PromptStream
+
+
+@dataclass(frozen=True)
+class StreamingOptions:
+    """Whether rows are read while training, and how many are shuffled at a time."""
+
+    fixed: ClassVar = ("streaming", "shuffle_buffer_size")
+    about: ClassVar = "rows that are streamed"
+
+    streaming: bool = option(
+        False,
+        help="read, tokenise and pack rows while training, at bounded memory, in place of "
+        "preparing all of them before; needs --max_steps",
+    )
+    shuffle_buffer_size: int = option(
+        10_000,
+        help="rows that --streaming shuffles and packs at a time, besides shards' order",
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 1", "shuffle_buffer_size")
+
+    def before_data(self, config: Any) -> Any:
+        """The config whose training data is read on while training, where that is asked for.
+
+        Raises:
+            ValueError: for what needs all of the data before, naming the option to give.
+        """
+        if not self.streaming:
+            return config
+        data = config.data
+        for name in ("data_weights", "data_split"):
+            if getattr(data, name):
+                raise ValueError(
+                    f"--{name} needs to know the number of rows, which --streaming does not; "
+                    "give --data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
+                )
+        if data.mixture_temperature != 1 and not data.has_shares:
+            raise ValueError(
+                f"--mixture_temperature {data.mixture_temperature:g} needs shares in "
+                "--data_path, as in a.jsonl:0.6 b/:0.4: --streaming does not know the rows"
+            )
+        if len(set(data.max_repeats)) > 1 and not data.has_shares:
+            raise ValueError(
+                f"--max_repeats {' '.join(map(str, data.max_repeats))}: --streaming reads "
+                "sources without shares as one; give one number"
+            )
+        optim, dpo = (getattr(config, name, None) for name in ("optim", "dpo"))
+        if optim is not None and optim.num_train_epochs and not optim.max_steps:
+            raise ValueError(
+                "--streaming reads data whose length is not known before; give --max_steps, the "
+                "optimizer steps of the run"
+            )
+        if optim is not None and getattr(optim, "lr_probe", None):
+            raise ValueError(
+                f"--lr_probe {optim.lr_probe} reads the first rows anew for each trial: drop "
+                "--streaming"
+            )
+        if dpo is not None and dpo.has_reference and dpo.precompute_ref_log_probs:
+            raise ValueError(
+                "--streaming reads rows while training: give --no-precompute_ref_log_probs too, "
+                "which computes the reference's log-probabilities then"
+            )
+        return replace(config, data=replace(data, tail=self))
+
+    def on_all_ranks(self, config: Any) -> Any:
+        """The config that streams if its data sets of the hub are large."""
+        from dschat_lora.addons.streaming.hub import with_large_hub_data_streamed
+
+        return with_large_hub_data_streamed(config)
+
+    @property
+    def at_once(self) -> tuple[int, str]:
+        return self.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
+
+    def hub_rows(self, source: Source) -> Iterable[Mapping[str, Any]]:
+        return load_hub(source, streaming=True)
+
+    def identity(self, *data: DataConfig | None) -> str:
+        from dschat_lora.addons.streaming.loader import describe_sources
+
+        return " ".join(map(describe_sources, filter(None, data)))
+
+    def loader(self, setup: Any, layout: Any) -> "StreamLoader":
+        from dschat_lora.addons.streaming.runs import make_loader
+
+        return make_loader(setup, layout)
+
+    def text_loader(self, *args: Any, **how: Any) -> "StreamLoader":
+        from dschat_lora.addons.streaming.runs import make_text_loader
+
+        return make_text_loader(*args, **how)
+
+    def source(self, *args: Any, **how: Any) -> "PromptStream":
+        from dschat_lora.addons.streaming.runs import make_source
+
+        return make_source(*args, **how)
+
+    def record(self, run: Any, state: dict[str, Any], *, has_ended: bool, step: int) -> None:
+        """Record what was read, and say where the data ended before the run."""
+        run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
+        if has_ended and step < run.config.optim.max_steps:
+            run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")

@@ -1,0 +1,193 @@
+"""More sequences than rows: texts and log-probabilities are those of one batch of all of them."""
+
+import pytest
+import torch
+
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.slots import SlotRows
+from generation.test_slots import SLIDING
+from helpers.spread import ALL
+from helpers.tape import Tape
+from helpers.tiny import KINDS, adapted, tiny_model
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14] * 6, list(range(3, 23)), [21, 22, 23, 21, 22]]
+SEEDS = [[number, 50 + number] for number in range(len(PROMPTS))]
+LIMITS = [30, 1, 30, 7, 30]
+GREEDY = {"do_sample": False}
+
+
+def drawn(model, options=GREEDY, *, prompts=PROMPTS, seeds=SEEDS, rows=3, **more):
+    decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(rows, 0), **more)
+    sampling = Sampling(30, **options)
+    limits = LIMITS if prompts is PROMPTS else None
+    found = decoder(prompts, sampling, seeds=seeds, limits=limits, keep_logprobs=True)
+    return decoder, found
+
+
+def static(model, options=GREEDY, **more):
+    """The same by one batch, whose rows are not refilled."""
+    return drawn(model, options, rows=0, **more)[1]
+
+
+def same(plain, found):
+    assert found.tokens() == plain.tokens()
+    for name in ("logprobs", "sampler_logprobs"):
+        pairs = zip(getattr(found, name)(), getattr(plain, name)(), strict=True)
+        for ours, expected in pairs:
+            # Logits of about 10 are rounded otherwise, and divided by a temperature.
+            assert ours == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [GREEDY, {"temperature": 0.4}, {"top_p": 0.6, "top_k": 9}][:: 1 if ALL else 2]
+)
+@pytest.mark.parametrize("kind", KINDS if ALL else ["llama"])
+def test_texts_and_logprobs_are_those_of_one_batch(kind, options):
+    model = adapted(tiny_model(kind), 0)
+    same(static(model, options), drawn(model, options)[1])
+
+
+@pytest.mark.parametrize("poll", [1, 3, 16] if ALL else [3])
+def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(poll, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.slots.COLUMN_BUCKET", 8)
+    monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", poll)
+    model, tapes, options = adapted(tiny_model("llama"), 0), [], {"temperature": 0.7}
+    record = lambda step: tapes.append(Tape(step)) or tapes[-1]  # noqa: E731
+    decoder, found = drawn(model, options, record=record)
+    same(static(model, options), found)
+    same(static(model, options, seeds=(others := [[9, 8]] * 5)), again(decoder, others, options))
+    # What was recorded draws by its own options, into its own table.
+    same(static(model, {"temperature": 0.2}), again(decoder, SEEDS, {"temperature": 0.2}))
+    assert len(tapes) > 3
+
+
+def test_a_sequence_that_ends_between_two_looks_leaves_at_the_second(monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", 4)
+    model, options, sampling = tiny_model("llama"), {"pad_id": 0, "device": CPU}, Sampling(9)
+    (text,) = Decoder(model, eos_ids=(), **options)([[5, 6]], sampling, seeds=[[0]]).tokens()
+    passes, end = [], text[2]
+    model.register_forward_pre_hook(lambda module, args: passes.append(module))
+    decoder = Decoder(model, eos_ids=[end], largest=(1, 0), **options)
+    found = decoder([[5, 6]], sampling, seeds=[[0, 0]]).tokens()
+    assert found == [text[: 1 + text.index(end)]] * 2
+    assert text.index(end) == 2
+    assert len(passes) == 2 * (1 + 4), "each prompt, and four steps"
+
+
+def test_a_prompt_takes_of_a_running_row_the_tokens_that_were_drawn_for_it(monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.slots.MIN_PREFIX", 2)
+    model, first, options = tiny_model("llama"), [5, 6, 7, 8], {"do_sample": True}
+    (text, *_) = static(model, options, prompts=[first], seeds=[[0]]).tokens()
+    # They join when the first has drawn some tokens: one begins with them, one with other ones.
+    prompts = [first, [9, 10], [*first, *text[:4], 11], [*first, *text[1:5], 11]]
+    given = {"limits": [30, 8, 5, 5], "seeds": [[0], [1], [2], [3]]}
+    found, plain = (
+        Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(rows, 0))(
+            prompts, Sampling(30, **options), **given
+        )
+        for rows in (2, 4)
+    )
+    assert found.tokens() == plain.tokens()
+
+
+def again(decoder, seeds, options):
+    """Another call of a decoder, for which its steps are replayed."""
+    sampling = Sampling(30, **options)
+    return decoder(PROMPTS, sampling, seeds=seeds, limits=LIMITS, keep_logprobs=True)
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+def test_rows_of_a_sliding_window_are_refilled(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SLIDING[kind]().eval()
+    same(static(model, {"temperature": 0.3}), drawn(model, {"temperature": 0.3})[1])
+
+
+def test_a_prompt_is_read_once_for_its_copies_and_not_again_while_a_row_holds_it():
+    model, read = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda module, args, given: read.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    prompt = list(range(3, 25))
+    decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(3, 0))
+    options = {"seeds": [[0, 1], [2, 3]], "limits": [4, 9]}
+    found = decoder([prompt] * 2, Sampling(9), **options)
+    # Of four rows three at a time; the fourth finds all but the last token of its prompt.
+    assert read[0] == (1, 22)
+    assert [shape for shape in read if shape[0] == 1 and shape[1] > 3] == [(1, 22)]
+    plain = Decoder(model, eos_ids=(), pad_id=0, device=CPU)
+    assert found.tokens() == plain([prompt] * 2, Sampling(9), **options).tokens()
+
+
+def test_rows_of_sequences_that_have_ended_are_refilled():
+    model, steps = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda module, args, given: steps.append(len(given["input_ids"])), with_kwargs=True
+    )
+    prompts, limits = [[5, 6], [7, 8], [9, 10], [11, 12]], [2, 9, 4, 3]
+    decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(2, 0))
+    options = {"seeds": [[0], [1], [2], [3]], "limits": limits}
+    found = decoder(prompts, Sampling(9), **options)
+    # Two prompts and a step; the third takes the first one's place, the fourth the third's.
+    assert steps == [2, 2, 1, 2, 2, 2, 1, 2, 2, 1, 1]
+    assert [*map(len, found.tokens())] == limits
+    plain = Decoder(model, eos_ids=(), pad_id=0, device=CPU)
+    assert found.tokens() == plain(prompts, Sampling(9), **options).tokens()
+
+
+def test_calls_of_other_sampling_and_size_keep_what_was_recorded():
+    tapes, options = [], {"eos_ids": (), "pad_id": 0, "device": CPU, "largest": (2, 9)}
+    decoder = Decoder(
+        tiny_model("llama"), record=lambda step: tapes.append(Tape(step)) or tapes[-1], **options
+    )
+    counts = []
+    for size, sampling in [(6, Sampling(4)), (3, Sampling(4, do_sample=False))] * 3:
+        decoder([[5, 6]] * size, sampling, seeds=[[n] for n in range(size)])
+        counts.append(len(tapes))
+    assert counts[1] == counts[-1] > counts[0], "training's and evaluation's steps, each once"
+
+
+def test_many_rows_take_the_memory_of_a_batch_that_is_not_refilled():
+    model, steps = tiny_model("llama"), []
+    model.register_forward_pre_hook(
+        lambda module, args, given: steps.append(len(given["input_ids"])), with_kwargs=True
+    )
+    rows = [SlotRows(model, pad_id=0, record=lambda step: step) for _ in range(2)]
+    for each, count in zip(rows, (5, 260), strict=True):
+        each.reserve(count, 9)
+        with each.kernels(), torch.no_grad():
+            each.join([[5, 6]] * count, [0] * count)
+            each.step([7] * count)
+    assert steps[1::2] == [8, 384]
+    assert [each._cache.rows for each in rows] == [8, 384]
+
+
+def test_a_sequence_that_can_draw_nothing_takes_none_of_its_prompt_along():
+    model, prompt, options = tiny_model("llama"), list(range(3, 25)), {"pad_id": 0, "device": CPU}
+    with torch.no_grad():
+        model.get_input_embeddings().weight[33] = torch.nan
+    plain, found = (
+        Decoder(model, eos_ids=(), largest=(rows, 0), **options)(
+            [prompt], Sampling(20), seeds=[range(12)]
+        )
+        for rows in (12, 2)
+    )
+    assert found.undrawn() == plain.undrawn()
+    assert found.tokens() == plain.tokens()
+    assert 0 < sum(plain.undrawn()) < 12
+
+
+@pytest.mark.parametrize("needed", [1, 3, 5])
+def test_rows_are_given_up_once_the_needed_prompts_have_their_responses(needed):
+    model = adapted(tiny_model("llama"), seed=1)
+    _, whole = drawn(model)
+    decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(3, 0))
+    expected = [list(own) for own in whole.tokens()]
+    found = decoder(PROMPTS, Sampling(30, **GREEDY), seeds=SEEDS, limits=LIMITS, needed=needed)
+    groups = [found.cut[2 * n : 2 * n + 2] for n in range(len(PROMPTS))]
+    assert groups.count([False, False]) == needed
+    for own, other, cut in zip(found.tokens(), expected, found.cut, strict=True):
+        assert cut or own == other
