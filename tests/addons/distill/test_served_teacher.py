@@ -26,7 +26,6 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
 from dschat_lora.rl.draw import completions
 from dschat_lora.rl.draw.completions import ServerError
-from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.response.response import Response
 from helpers.served import send, served, write_run
@@ -230,14 +229,10 @@ def test_options_that_a_served_teacher_has_not_are_refused(argv, words):
     [pytest.param({}, marks=pytest.mark.thorough), {"teacher_system_prompt": "Be kind."}],
     ids=["the student's prompts", "prompts of its own"],
 )
-def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeypatch, more):
+def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, built, more):
     teacher = write_run(tmp_path / "teacher", seed=3)
     own = dl.distill(data=ROWS, teacher=str(teacher), **more, **SHORT)
-    built = []
-    build = build_engines
-    monkeypatch.setattr(
-        "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
-    )
+    built.clear()
     with served("base", teacher) as address:
         run = dl.distill(
             data=ROWS, teacher=f"{address}/v1#teacher", output_dir=tmp_path / "run", **more, **SHORT
