@@ -52,7 +52,7 @@ FLOORS = [
         ),
         "data": Room(
             "algos config",
-            "datasets huggingface_hub jinja2 numpy pyarrow tokenizers torch transformers",
+            "datasets jinja2 numpy pyarrow tokenizers torch transformers",
             "arrow_rows digests json_stream layouts media message_layouts messages readers "
             "row_formats rows sources templates thoughts tool_calls",
         ),
@@ -79,7 +79,7 @@ FLOORS = [
         ),
     },
     {
-        "generation": Room("algos config lora models", "psutil torch transformers"),
+        "generation": Room("algos lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
             "packaging psutil torch",
@@ -99,10 +99,7 @@ FLOORS = [
             "torch",
             light="completions",
         ),
-        "rl.score": Room(
-            "algos config data engine models report rl.options rl.response runtime",
-            "torch",
-        ),
+        "rl.score": Room("algos config data engine models report rl.options rl.response", "torch"),
     },
     {
         "rl.play": Room(
@@ -113,7 +110,7 @@ FLOORS = [
         "rl.learn": Room(
             "algos config data engine lora models perf rl.draw rl.options rl.response rl.score"
             " runtime",
-            "numpy torch",
+            "torch",
         ),
     },
     {
@@ -182,6 +179,10 @@ FLOORS = [
             " rl.options rl.response runtime",
             "torch transformers",
             "addon checks facts options",
+        ),
+        "addons.parts": Room(
+            "config engine models report rl.learn rl.loop rl.options rl.response runtime",
+            light="addon options",
         ),
         "addons.pipeline": Room(
             "checkpoint commands config models report rl.options runtime",
@@ -277,7 +278,12 @@ VERBS = {
     *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
-    *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
+    *(
+        "addons.parts.options",
+        "addons.pipeline.verbs",
+        "addons.planning.python",
+        "addons.planning.verbs",
+    ),
     *(
         "addons.agents.options",
         "addons.diagnostics.options",

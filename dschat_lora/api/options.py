@@ -52,7 +52,6 @@ _TYPES = {
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
-    "parts": "Any | Sequence[Any]",
     "rollout_engine": f"Literal{[n for n in known_engines() if n[-1] != ':']} | str | object",
 }
 
@@ -76,8 +75,9 @@ def with_options(
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
-            of_object = field.metadata["runs"] == "object" and name not in _TYPES
-            kind = _OBJECT if of_object else type_text(name, annotation)
+            kind = type_text(name, annotation)
+            if field.metadata["runs"] == "object" and name not in _TYPES:
+                kind = "Any | Sequence[Any]" if value_shape(annotation)[2] else _OBJECT
             if default is None and not kind.endswith("None"):
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))

@@ -139,8 +139,6 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_scorer(option, name)
     if rewards.judge_function is not None:
         check_scorer("judge_function", rewards.judge_function)
-    for name in config.classic.parts:
-        check_function("parts", name)
     if config.batch.environment is not None:
         _check_environment(config.batch.environment)
     for own in config.players:
