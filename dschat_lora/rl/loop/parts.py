@@ -14,7 +14,7 @@ from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.data.media import MediaReader, has_media
 from dschat_lora.engine.distributed import rank
 from dschat_lora.report.appended_file import AppendedFile
-from dschat_lora.report.rollouts import as_member
+from dschat_lora.report.rollout_file import as_member
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
