@@ -866,13 +866,6 @@ def rlhf(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
-    teacher_model_name_or_path: str | os.PathLike[str] | None = None,
-    teacher_bits: Literal[16, 4] | None = None,
-    teacher_system_prompt: str | None = None,
-    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
-    jsd_beta: float = 0.5,
-    distill_top_k: int = 0,
-    on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
@@ -923,6 +916,13 @@ def rlhf(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    teacher_model_name_or_path: str | os.PathLike[str] | None = None,
+    teacher_bits: Literal[16, 4] | None = None,
+    teacher_system_prompt: str | None = None,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
+    on_policy_share: float = 1.0,
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
@@ -1054,7 +1054,7 @@ def rlhf(
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
         soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; grpo and its kin compare the responses to a prompt
         kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
         ppo_epochs (int): passes over the responses of an iteration
         kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
@@ -1087,13 +1087,6 @@ def rlhf(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
-        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1144,6 +1137,13 @@ def rlhf(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
@@ -1296,12 +1296,6 @@ def distill(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
-    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
-    teacher_system_prompt: str | None = None,
-    on_policy_share: float = 1.0,
-    teacher_bits: Literal[16, 4] | None = None,
-    jsd_beta: float = 0.5,
-    distill_top_k: int = 0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
@@ -1336,6 +1330,12 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    teacher_system_prompt: str | None = None,
+    on_policy_share: float = 1.0,
+    teacher_bits: Literal[16, 4] | None = None,
+    jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
     vllm_command: str | None = None,
@@ -1507,12 +1507,6 @@ def distill(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
-        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1547,6 +1541,12 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
@@ -1805,7 +1805,7 @@ def audit(
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
         show (int): samples to show, token by token, with what is supervised
-        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts of step 3
         seed (int): of --data_split and --eval_ratio
         chat_template (str | None): file of a Jinja chat template, as in training
         trust_remote_code (bool): run tokenizer code of a hub repository

@@ -25,6 +25,7 @@ OUTSIDE = {
 # Add-ons of pages that had an address of their own.
 FORMER = {
     "chat_and_serve": "serving",
+    "distill": "distill",
     "loralib": "loralib",
     "nlg_gpt2": "nlg",
     "nlu_glue": "glue",

@@ -219,6 +219,12 @@ FLOORS = [
             "openai starlette",
             "addon options",
         ),
+        "addons.distill": Room(
+            "algos api commands config data engine lora models rl.draw rl.learn rl.options"
+            " rl.response rl.score runtime",
+            "numpy torch transformers",
+            "addon algorithm options python stage verbs",
+        ),
         "addons.glue": Room(
             "addons.loralib algos checkpoint config data engine lora models report runtime",
             "datasets numpy scipy sklearn torch transformers",
@@ -256,8 +262,9 @@ OWNERS = {
     "datasets": {"data", "addons.glue", "addons.streaming"},
     "deepspeed": {"engine"},
     "transformers": {
-        *("addons.bases", "addons.engines", "addons.glue", "addons.images", "addons.loralib"),
-        *("addons.nlg", "checkpoint", "data", "generation", "models", "runtime"),
+        *("addons.bases", "addons.distill", "addons.engines", "addons.glue", "addons.images"),
+        *("addons.loralib", "addons.nlg", "checkpoint", "data", "generation", "models"),
+        "runtime",
     },
 }
 # What runs before a mistake in an option is reported loads none of these.
@@ -275,6 +282,11 @@ VERBS = {
         "addons.agents.options",
         "addons.diagnostics.options",
         "addons.bases.forms",
+        "addons.distill.algorithm",
+        "addons.distill.options",
+        "addons.distill.python",
+        "addons.distill.stage",
+        "addons.distill.verbs",
         "addons.loralib.verbs",
         "addons.publish.verbs",
         "addons.serving.verbs",

@@ -13,6 +13,7 @@ _PACKAGES = {
 }
 _SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
+    "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
     "api.losses": "addons.trainer.losses",
@@ -60,6 +61,12 @@ OLD_NAMES = {
     "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
+    "rl.config": "rl.options.config rl.options.names addons.distill.stage",
+    "rl.learn.served_teacher": "addons.distill.served_teacher",
+    "rl.learn.teacher": "addons.distill.teacher",
+    "rl.role_config": "rl.options.role_config addons.distill.options",
+    "rl.served_teacher": "addons.distill.served_teacher",
+    "rl.teacher": "addons.distill.teacher",
     "rl.agent_server": "addons.agents.agents",
     "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
     "rl.external_rewards": "addons.rewards.external",

@@ -18,6 +18,7 @@ from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.engines import known_engines
+from dschat_lora.rl.options.names import of_addons
 from dschat_lora.runtime.stage_main import late
 
 
@@ -42,7 +43,9 @@ _MODELS = ("model_name_or_path", "reward_model")
 _OBJECT = "str | Callable[..., Any] | None"
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
-    "algorithm": f"Literal{[*ALGORITHMS]} | str | Callable[..., Any] | Algorithm",
+    "algorithm": (
+        f"Literal{[*ALGORITHMS, *of_addons('algorithm')]} | str | Callable[..., Any] | Algorithm"
+    ),
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",

@@ -26,6 +26,7 @@ ADDONS: Mapping[str, Names] = {
         "rollout_engine=http: rollout_engine=https:"
     ),
     "agents": Names(),
+    "distill": Names("distill", "distill", "algorithm=distill"),
     "diagnostics": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"

@@ -34,6 +34,8 @@ SEAMS = (
     "media",
     "rest",
     "thumbnails",
+    "reference",
+    "stage",
     "stored_form",
     "base_file",
     "base_distance",
@@ -188,6 +190,13 @@ def verb_path(verb: str) -> str:
         ValueError: if the add-on, or one that it needs, is not installed.
     """
     return _path_of(verb, "verbs", f"dschat-lora {verb}")
+
+
+def summary_of(verb: str) -> str:
+    """What a verb of the package or an add-on does, in a line."""
+    if verb in VERBS:
+        return VERBS[verb]
+    return next(a.summaries[verb] for a in installed().values() if verb in a.summaries)
 
 
 def function_path(name: str) -> str:

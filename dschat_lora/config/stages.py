@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dschat_lora.config.addons import addon_options, groups_of
+from dschat_lora.config.addons import addon_options, groups_of, provided
 from dschat_lora.config.data import DataConfig, parse_variables
 from dschat_lora.config.groups import (
     BatchConfig,
@@ -275,6 +275,12 @@ class InferenceConfig:
         )
 
 
+if TYPE_CHECKING:
+    AuditedStage = str
+else:
+    AuditedStage = Literal[("sft", "reward", "dpo", "rlhf", *provided("stage"))]
+
+
 @dataclass(frozen=True)
 class AuditConfig:
     """Show what a stage would learn of data, and what is wrong with it; nothing is trained.
@@ -290,9 +296,9 @@ class AuditConfig:
         help="model whose tokenizer and chat template read the data: hub name, directory, or "
         "the output of an earlier stage; the bundled tiny model when absent",
     )
-    stage: Literal["sft", "reward", "dpo", "rlhf", "distill"] = option(
+    stage: AuditedStage = option(
         "sft",
-        help="what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill",
+        help="what makes samples of the rows: sequences, pairs, or prompts of step 3",
     )
     show: int = option(0, help="samples to show, token by token, with what is supervised")
     json: bool = option(False, help="one JSON object on the standard output")

@@ -8,7 +8,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "reward": "Step 2: a reward model from pairs of answers",
         "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
         "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
-        "distill": "On-policy distillation: a student's own responses, scored by a teacher",
         "demo": "train on the bundled model and data, show what changed",
     },
     "look": {
@@ -26,4 +25,4 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 VERBS = {name: summary for verbs in GROUPS.values() for name, summary in verbs.items()}
 # Those that take options of add-ons.
-COMMANDS = ("sft", "reward", "dpo", "rlhf", "distill", "audit", "generate")
+COMMANDS = ("sft", "reward", "dpo", "rlhf", "audit", "generate")

@@ -17,7 +17,6 @@ TITLES = {
     "reward": "Reward model",
     "dpo": "Preference optimization",
     "rlhf": "Reinforcement learning",
-    "distill": "Distillation",
 }
 # Field of evaluations, what a person calls it, the direction that is better, and whether a share.
 _RESULTS = (

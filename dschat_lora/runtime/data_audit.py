@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from dschat_lora.config.addons import groups_of
+from dschat_lora.config.addons import groups_of, provided
 from dschat_lora.config.stages import AuditConfig
 from dschat_lora.data.audit import MAX_SHOWN, DataAudit
 from dschat_lora.data.chat import make_chat
@@ -27,7 +27,7 @@ STAGES: dict[str, tuple[int, DataKind]] = {
     "reward": (2, "pairs"),
     "dpo": (2, "pairs"),
     "rlhf": (3, "prompts"),
-    "distill": (3, "prompts"),
+    **dict.fromkeys(provided("stage"), (3, "prompts")),
 }
 
 

@@ -119,7 +119,6 @@ _IDENTITY = {
     "critic": "the reward model",
     "text": "the pretraining text",
     "answers": "the answers of the data",
-    "teacher": "the teacher",
     "streams": "how random numbers are drawn",
 }
 # What --accept_changed_data lets differ.
@@ -200,11 +199,10 @@ def check_identity(
         # The weights are then of another type too, which says nothing of the model.
         then, now = ({**each, "model": None, "rest": None} for each in (then, now))
     differences = {}
-    for name in _IDENTITY:
-        before, value = then.get(name), now.get(name)
-        words = _difference(before, value)
+    for name in (*_IDENTITY, *sorted({*then, *now} - {*_IDENTITY})):
+        words = _difference(then.get(name), now.get(name))
         if words is not None:
-            differences[name] = f"{_IDENTITY[name]} {words}"
+            differences[name] = f"{_IDENTITY.get(name, f'the {name}')} {words}"
     if accepts_changed_data:
         for name in differences.keys() & _OF_DATA:
             say_once(f"  note         accepted as it is: {differences.pop(name)}")

@@ -205,6 +205,15 @@ FORMER = {
     ),
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
+    "algos.distillation": "generalized_jsd with_one_rest",
+    "rl.config": "DistillConfig",
+    "rl.learn.served_teacher": "PROBE TeacherError ServedTeacher open_teacher",
+    "rl.learn.teacher": "TeacherPrompts Teacher load_teacher answer_of",
+    "rl.role_config": "DistillLoss TeacherConfig",
+    "rl.served_teacher": (
+        "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
+    ),
+    "rl.teacher": "TeacherPrompts answer_of",
     "rl.agents": (
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),

@@ -28,9 +28,7 @@ FORMER = {
         "TIMED_OUT TokenSequence Response DecodedTurn ResponseBatch response_mask step_counts "
         "Minibatch collate make_minibatches"
     ),
-    "rl.config": (
-        "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig DistillConfig"
-    ),
+    "rl.config": "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig",
     "rl.coroutines": "start in_thread run_together run_without_loop",
     "rl.draw.order": "PromptOrder",
     "rl.draw.turn_decoder": "unanswered",
@@ -46,11 +44,11 @@ FORMER = {
     ),
     "rl.inputs": (
         "Sources RlhfInputs episode_prompt find_sources check_vocabularies other_tokenizer "
-        "text_data answers_data shares_base announce note_without_effect"
+        "text_data shares_base announce note_without_effect"
     ),
     "rl.learn.network": "Network",
     "rl.memory": (
-        "memory_plan trained_models divergence_bytes unpacking_for_rollouts unpacking_note "
+        "memory_plan trained_models unpacking_for_rollouts unpacking_note "
         "keeping_cache cache_columns cache_bytes"
     ),
     "rl.metrics": (
@@ -71,7 +69,7 @@ FORMER = {
         "prompt_of RewardError RewardFunction shortened RewardFunctions load_function "
         "INITIAL_SCORES rescale_values"
     ),
-    "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
+    "rl.role_config": "LARGE_MODEL RoleConfig option_errors_for",
     "rl.roles": "Roles build_roles frozen Network",
     "rl.rollout": (
         "GATHER_SHARE whole_weights_fit free_bytes BrokenWeightsError PromptOrder "
@@ -81,19 +79,15 @@ FORMER = {
         "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
     ),
     "rl.score.shaping": "INITIAL_SCORES shape rescale_values",
-    "rl.served_teacher": (
-        "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
-    ),
     "rl.setup": "RlhfSetup set_up role_settings",
     "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
-    "rl.teacher": "TeacherPrompts answer_of",
     "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter throughput_metrics",
     "rl.train": "NOTE run_rlhf train show_plan finish",
     "rl.trainer": "RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule",
     "rl.update": "StepResult count_deferred Updater",
     "rl.validation": (
         "BUNDLED_LENGTHS BUNDLED_REWARD DEFAULT_RESPONSES check_rlhf with_environment_prompts "
-        "with_bundled_prompts check_rewards check_teacher with_overlong_punishment "
+        "with_bundled_prompts check_rewards with_overlong_punishment "
         "with_continued_lora check_lora with_fitting_lengths fit_lengths with_base_bits "
         "check_tensor_parallel check_num_generations check_tokenizers check_data "
         "with_deepspeed_json with_default_responses with_whole_steps check_kl_horizon "

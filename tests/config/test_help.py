@@ -25,7 +25,7 @@ from dschat_lora.config.stages import (
 )
 from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import GenerateConfig, MergeConfig
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from helpers.addons import of_addon, of_the_whole
 
 NLG, TINKER = of_addon("nlg.config:NlgConfig"), of_addon("tinker.config:TinkerConfig")
@@ -33,10 +33,11 @@ STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, *NLG)
 OF_ADDONS = (
     *("evaluation.config:EvalConfig", "evaluation.config:ScoreConfig", "glue.config:GlueConfig"),
     *("serving.config:ChatConfig", "serving.config:ServeConfig", "publish.config:ExportConfig"),
+    "distill.stage:DistillConfig",
 )
 COMMANDS = (
     *STAGES,
-    *(DistillConfig, AuditConfig, GenerateConfig, MergeConfig),
+    *(AuditConfig, GenerateConfig, MergeConfig),
     *(each for path in OF_ADDONS for each in of_addon(path)),
     *TINKER,
 )
@@ -142,9 +143,9 @@ EVERYDAY_BY_STAGE = {
     "distill": """
         actor_model_name_or_path actor_lora_dim actor_learning_rate data_path max_prompt_seq_len
         max_answer_seq_len per_device_training_batch_size num_train_epochs max_steps
-        per_device_generation_batch_size generation_batches temperature rollout_engine
-        teacher_model_name_or_path distill_loss teacher_system_prompt on_policy_share output_dir
-        resume_from_checkpoint eval_interval
+        per_device_generation_batch_size generation_batches temperature rollout_engine output_dir
+        resume_from_checkpoint eval_interval teacher_model_name_or_path distill_loss
+        teacher_system_prompt on_policy_share
     """,
 }
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dschat_lora.commands.stages import STAGES
+from dschat_lora.config.addons import provided
 from dschat_lora.config.options import parse_config
 from dschat_lora.runtime.caller import NOBODY
 from dschat_lora.runtime.export import next_commands, say_next_steps
@@ -42,7 +43,10 @@ READ = "--data_path 'b c.jsonl' --columns chosen=good rejected=bad --data_split 
         ("reward", "", True, "model", ["chat base --reward 'out/my run'", f"rlhf {PPO}"]),
         ("rlhf", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
         ("rlhf", "", False, "actor/model", [CHAT]),
-        ("distill", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
+        *(
+            (stage, "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"])
+            for stage in provided("stage")
+        ),
         ("nlg", "", False, "adapter", []),
     ],
 )

@@ -72,10 +72,10 @@ class AgentOptions:
         elif self.agent_command is not None:
             require_packages("--agent_command", "starlette", "uvicorn", extra="agents")
             check_command("agent_command", self.agent_command)
-        if config.teacher.teacher_system_prompt is not None:
+        if (own := config.reference) is not None and own.own_prompts:
             raise ValueError(
-                "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts "
-                "of its own: give the teacher by --teacher_model_name_or_path"
+                f"{own.own_prompts} is read before a row's prompt, and an agent makes prompts of "
+                f"its own: give the {own.role} by --{own.role}_model_name_or_path"
             )
         if tokens := config.rewards.soft_overlong_tokens:
             raise ValueError(

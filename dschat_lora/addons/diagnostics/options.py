@@ -37,9 +37,9 @@ class DiagnosticsOptions:
         Raises:
             ValueError: naming both options.
         """
-        distills = config.ppo.rules.distills
-        if self.kl_budget and (self.guard == "off" or distills):
-            other = "--algorithm distill" if distills else "--guard off"
+        teaches = config.ppo.rules.learns_from_rewards
+        if self.kl_budget and (self.guard == "off" or not teaches):
+            other = "--guard off" if teaches else f"--algorithm {config.ppo.algorithm}"
             raise ValueError(
                 f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
                 f"{other} does not watch: leave one of them out"
@@ -55,7 +55,7 @@ class DiagnosticsOptions:
             samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
             engine=config.batch.engine,
             samplers_logprobs=config.ppo.use_rollout_logprobs,
-            learns_from_rewards=not config.ppo.rules.distills,
+            learns_from_rewards=config.ppo.rules.learns_from_rewards,
             guard=self.guard,
             kl_budget=self.kl_budget,
         )

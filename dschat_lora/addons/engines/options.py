@@ -18,8 +18,9 @@ of_vllm = partial(option, when="rollout_engine=vllm")
 
 
 def _timeout_note(value: Callable[[str], Any]) -> str:
-    """A message where no server draws responses, nor is the teacher."""
-    asks = not value("engine").in_process or value("teacher").server is not None
+    """A message where no server draws responses, nor is the reference."""
+    own = value("reference")
+    asks = not value("engine").in_process or (own is not None and own.is_served)
     return "" if asks else no_effect("rollout_timeout", " without a server")
 
 
@@ -96,8 +97,8 @@ class EngineOptions:
             yield f"  rollouts     vLLM takes {most}{while_drawing}, or of the host's"
         if self.rollouts_ahead:
             weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
-            if config.ppo.rules.distills and config.teacher.beta is not None:
-                weighs = f"for which --distill_loss {config.teacher.distill_loss} has no weights"
+            if (own := config.reference) is not None and own.unweighed:
+                weighs = f"for which {own.unweighed} has no weights"
             yield (
                 f"  rollouts     up to {self.rollouts_ahead} iterations ahead, by adapters as old, "
                 f"{weighs}"

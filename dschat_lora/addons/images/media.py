@@ -49,7 +49,7 @@ def _refusal(config: Any, family: Family) -> str:
         engine = config.batch.rollout_engine
         of_text |= {
             f"--rollout_engine {engine}": engine != "own",
-            "distillation": config.ppo.rules.distills,
+            "distillation": not config.ppo.rules.learns_from_rewards,
             "an environment, agent or player": config.has_turns,
         }
     for what, is_used in of_text.items():

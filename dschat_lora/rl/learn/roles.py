@@ -39,12 +39,10 @@ class Roles:
     """The models of a run. Those on one base share its parameters."""
 
     actor: AdaptedModel  # trains
-    # the actor as it was or the teacher, frozen; None where a server is the teacher
-    reference: AdaptedModel | None
+    reference: AdaptedModel | None  # frozen; None where something else gives its figures
     critic: AdaptedModel | None  # trains; None where responses are compared instead
     reward: AdaptedModel | None  # frozen; None where a function alone scores
     rollout: PreTrainedModel  # the actor's parameters without an engine's hooks, for generation
-    teaches: bool = False  # whether the reference is a teacher
 
     @property
     def models(self) -> dict[str, AdaptedModel]:
@@ -150,20 +148,20 @@ def build_roles(
     with option_errors_for("actor"):
         base = build.language_base(sources.actor) if build.is_frozen("actor") else None
         actor = build.policy(sources.actor, base=base)
-    reference = None
-    if sources.teacher is None and config.teacher.server is None:
-        with option_errors_for("actor"):
-            reference = frozen(build.policy(sources.actor, base=base, trained=False))
-    elif sources.teacher is not None:
-        with option_errors_for("teacher"):
-            own = build.base_of(sources.teacher, bits=config.teacher.teacher_bits)
-            teacher = build.policy(
-                sources.teacher,
+    reference, other = None, config.reference
+    if other is not None and sources.reference is not None:
+        with option_errors_for(other.role):
+            own = build.base_of(sources.reference, bits=other.bits)
+            found = build.policy(
+                sources.reference,
                 base=base if own == build.base_of(sources.actor) else None,
                 trained=False,
-                options=config.teacher.model(config.load),
+                options=other.model(config.load),
             )
-            reference = frozen(teacher)
+            reference = frozen(found)
+    elif other is None or not other.is_served:
+        with option_errors_for("actor"):
+            reference = frozen(build.policy(sources.actor, base=base, trained=False))
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
@@ -180,7 +178,7 @@ def build_roles(
             if new_head:
                 zero_head_(critic.model)
     rollout = share_parameters(actor.model)
-    return Roles(actor, reference, critic, reward, rollout, config.ppo.rules.distills)
+    return Roles(actor, reference, critic, reward, rollout)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from dschat_lora.engine.distributed import data_rank, data_world_size, device, r
 from dschat_lora.generation.stops import end_of_text, stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import compile_blocks
-from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.report.rollouts import open_rollouts
 from dschat_lora.rl.draw.engine import EngineSite, make_engine
@@ -49,25 +48,18 @@ def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
     config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
-    reference = roles.reference and roles.reference.model
+    reference = None if roles.reference is None else roles.reference.model
     policies = policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
-    own: dict[str, Any] = {**policies}
-    beta = config.teacher.beta
-    if config.ppo.rules.distills and beta is not None:
-        assert roles.reference is not None, "options refuse it with a server"
-        own["divergence"] = DivergenceHead(
-            roles.actor.model,
-            roles.reference.model,
-            beta=beta,
-            top_k=config.teacher.distill_top_k,
-            entropy_trains=entropy_trains,
-        )
+    head = None
+    if reference is not None:
+        head = setup.reference.head(roles.actor.model, reference, entropy_trains=entropy_trains)
     found = {"critic": roles.critic, "reward": roles.reward}
     scorers: dict[str, Any] = {n: RewardModel(m.model) for n, m in found.items() if m is not None}
-    actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
+    beside = {} if roles.critic else scorers
+    actor = _engine(setup, "actor", Network(head=head, **policies, **beside))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
-    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher.server)
+    engines = Engines(actor, critic, reward, config.batch.temperature, setup.reference)
     if config.load.compile:
         # Those that decode are other modules, and not compiled.
         for each in roles.models.values():

@@ -94,8 +94,7 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        responses, prompts = self.generator.player.checked(responses), self.setup.teacher.prompts
-        return responses if prompts is None else prompts(responses)
+        return self.setup.reference.reading(self.generator.player.checked(responses))
 
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""

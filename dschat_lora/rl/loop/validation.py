@@ -32,7 +32,7 @@ from dschat_lora.rl.options.names import (
     gives_one_reward,
     object_path,
 )
-from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
+from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
@@ -108,14 +108,10 @@ def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     if config.data.data_path:
         return config
     data, rewards = with_bundled(config.data, config.given, **BUNDLED_LENGTHS), config.rewards
-    scores = _scores(config) or config.ppo.rules.distills
-    if config.actor.model_name_or_path is None and not scores:
+    unscored = config.ppo.rules.learns_from_rewards and not config.is_scored
+    if config.actor.model_name_or_path is None and unscored:
         rewards = replace(rewards, reward_function=(BUNDLED_REWARD,))
     return replace(config, data=data, rewards=rewards)
-
-
-def _scores(config: RlhfConfig) -> bool:
-    return bool(config.critic.model_name_or_path or config.rewards.reward_function)
 
 
 def _check_environment(name: str) -> None:
@@ -132,7 +128,7 @@ def _check_environment(name: str) -> None:
 def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
     # An environment's class scores if it has get_reward, which shows when it is imported.
-    if not (_scores(config) or config.has_turns or config.ppo.rules.distills):
+    if config.ppo.rules.learns_from_rewards and not (config.is_scored or config.has_turns):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
             "--reward_function a function that scores: nothing tells what a response is worth"
@@ -154,31 +150,9 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         check_weights(rewards.reward_weights, len(rewards.reward_function), has_model=has_model)
 
 
-def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse distillation without a teacher, and a teacher without distillation."""
-    given = sorted(config.given & set(TeacherConfig.__dataclass_fields__))
-    teacher, algorithm = config.teacher, config.ppo.algorithm
-    if not config.ppo.rules.distills:
-        if given:
-            raise ValueError(
-                f"--{given[0]} is of --algorithm distill, not of {algorithm}: use that, or drop it"
-            )
-        return
-    if teacher.teacher_model_name_or_path is None and teacher.teacher_system_prompt is None:
-        raise ValueError(
-            "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a system "
-            "message with which the actor as it was is one"
-        )
-    if teacher.on_policy_share < 1 and (_scores(config) or config.has_turns):
-        raise ValueError(
-            f"--on_policy_share {teacher.on_policy_share:g} learns from answers of the data too, "
-            "which reward functions, reward models and environments do not score: drop one of them"
-        )
-    if teacher.teacher_model_name_or_path is None and teacher.teacher_bits is not None:
-        raise ValueError(
-            f"--teacher_bits {teacher.teacher_bits} needs --teacher_model_name_or_path: the actor "
-            "as it was has the actor's bits"
-        )
+def check_reference(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Have add-ons refuse options of a reference that the algorithm has no use for, or lacks."""
+    through_addons(config, "check_reference")
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -494,7 +468,7 @@ def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_environment_prompts,
     with_bundled_prompts,
-    check_teacher,
+    check_reference,
     check_rewards,
     with_continued_lora,
     check_lora,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
-from dschat_lora.config.addons import addon_options, groups_of
+from dschat_lora.config.addons import addon_options, groups_of, load, provided
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
     LoadConfig,
@@ -17,10 +17,15 @@ from dschat_lora.config.groups import (
 from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
-from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
+from dschat_lora.rl.options.algorithms import (
+    PpoConfig,
+    PretrainingConfig,
+    by_algorithm,
+    where_rewards_teach,
+)
 from dschat_lora.rl.options.engines import EngineFacts, check_engine, engine_facts, engines_help
-from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
-from dschat_lora.rl.options.role_config import CriticConfig, RoleConfig, TeacherConfig
+from dschat_lora.rl.options.names import check_name, gives_one_reward
+from dschat_lora.rl.options.role_config import CriticConfig, ReferenceOptions, RoleConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 
@@ -228,7 +233,7 @@ class RewardsConfig:
         (),
         help="weight of each reward in the sum of scores, those of a class in the order of its "
         "names, and last that of the reward model, if there is one; 1 each by default",
-        when="not algorithm=distill",
+        when=where_rewards_teach("reward_weights"),
     )
     reward_gate: tuple[str, ...] = of_sum(
         (),
@@ -412,7 +417,6 @@ class RlhfConfig(StageConfig):
     batch: RolloutConfig = group(RolloutConfig)
     rewards: RewardsConfig = group(RewardsConfig)
     ppo: PpoConfig = group(PpoConfig)
-    teacher: TeacherConfig = group(TeacherConfig)
     pretraining: PretrainingConfig = group(PretrainingConfig)
     classic: ClassicConfig = group(ClassicConfig)
     optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
@@ -444,24 +448,6 @@ class RlhfConfig(StageConfig):
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"
             )
-        if self.ppo.use_rollout_logprobs and self.teacher.on_policy_share < 1:
-            raise ValueError(
-                "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
-                f"{self.teacher.on_policy_share:g} takes some from the data: leave one of them out"
-            )
-        if self.teacher.server is not None:
-            address, _ = self.teacher.server
-            require(
-                is_address(address),
-                "teacher_model_name_or_path",
-                self.teacher.teacher_model_name_or_path,
-                "the address of a server, such as http://127.0.0.1:8000/v1, or a model",
-            )
-            if self.batch.temperature != 1:
-                raise ValueError(
-                    f"--temperature {self.batch.temperature:g} is also of the teacher's "
-                    f"log-probabilities, which the server {address} gives at 1: leave it out"
-                )
 
     @property
     def fixed(self) -> frozenset[str]:
@@ -487,6 +473,25 @@ class RlhfConfig(StageConfig):
         return {"actor": self.actor} | ({"critic": self.critic} if self.has_critic else {})
 
     @cached_property
+    def reference(self) -> ReferenceOptions | None:
+        """The options of the reference that an add-on provides; None: it is the actor as it was."""
+        if not (name := self.ppo.rules.reference):
+            return None
+        kind = load(provided("reference")[name])
+        return next(own for own in groups_of(self, "load") if isinstance(own, kind))
+
+    def of_role(self, role: str) -> RoleConfig | ReferenceOptions:
+        """The options of a role: the actor, the critic or a reference by its own name."""
+        if (own := self.reference) is not None and role == own.role:
+            return own
+        return self.actor if role == "actor" else self.critic
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a reward model or reward functions are given."""
+        return bool(self.critic.model_name_or_path or self.rewards.reward_function)
+
+    @cached_property
     def players(self) -> list[Any]:
         """The options of add-ons by which one of theirs plays the episodes."""
         return [own for own in groups_of(self, "player") if own.plays]
@@ -505,34 +510,3 @@ class RlhfConfig(StageConfig):
     def has_shaped_sum(self) -> bool:
         """Whether the sum of rewards, scaled and punished, teaches, and not each by itself."""
         return not self.ppo.rules.by_reward
-
-
-@dataclass(frozen=True)
-class DistillConfig(RlhfConfig):
-    """Options of step 3 for on-policy distillation; the actor is the student."""
-
-    everyday: ClassVar[Sequence[str]] = (
-        *("actor_model_name_or_path", "teacher_model_name_or_path", "data_path", "actor_lora_dim"),
-        *("actor_learning_rate", "distill_loss", "teacher_system_prompt", "on_policy_share"),
-        *("max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size"),
-        *("generation_batches", "per_device_training_batch_size", "temperature", "rollout_engine"),
-    )
-    spellings: ClassVar[Mapping[str, str]] = {
-        name: f"actor_{name}"
-        for name in (
-            *("model_name_or_path", "lora_dim", "lora_alpha", "target_modules"),
-            *("learning_rate", "lora_learning_rate"),
-        )
-    }
-
-    ppo: PpoConfig = group(PpoConfig, algorithm="distill")
-    addons: Any = group(addon_options("distill", vars(), RlhfConfig))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        algorithm = self.ppo.algorithm
-        require(algorithm == "distill", "algorithm", algorithm, "distill, or the verb rlhf")
-
-    @property
-    def stage(self) -> str:
-        return "distill"

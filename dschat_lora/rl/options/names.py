@@ -23,7 +23,7 @@ OWN_NAMES: Mapping[str, tuple[str, ...]] = {
     "environment": ENVIRONMENT_LIBRARIES,
     "algorithm": (
         *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),
-        *("gspo", "cispo", "gdpo", "sapo", "distill"),
+        *("gspo", "cispo", "gdpo", "sapo"),
     ),
 }
 

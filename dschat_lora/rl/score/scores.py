@@ -49,7 +49,8 @@ class Scores:
     weights: Mapping[str, float] = field(default_factory=dict)  # in the total, by name
     metrics: Mapping[str, float] = field(default_factory=dict)  # that were logged
     columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries, logged as well
-    by_divergence: bool = False  # the score is minus the divergence from the teacher
+    # gives the (N,) total by an experience with log-probabilities; None: it is known
+    once_known: Callable[[Any], Tensor] | None = None
 
 
 class Scorer(Protocol):
@@ -272,18 +273,6 @@ class EpisodeScorer(Scorer):
 
 
 @dataclass(frozen=True)
-class TeacherScorer(Scorer):
-    """Minus the divergence from the teacher, which is known once log-probabilities are."""
-
-    names = ()
-
-    def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
-        """Zeros until then; NaN for a response that is left out."""
-        total = [math.nan if each.is_left_out else 0.0 for each in responses]
-        return Scores(to_device(torch.tensor(total), device()), by_divergence=True)
-
-
-@dataclass(frozen=True)
 class RewardSum(Scorer):
     """The weighted sum of what scorers give, which is at most 0 where a gate is 0 or less."""
 
@@ -354,7 +343,7 @@ class RewardSum(Scorer):
 class Scoring:
     """What says how good responses are: to learn from, and to look at."""
 
-    scorer: RewardSum | TeacherScorer  # to which the reward model is added, if there is one
+    scorer: Scorer  # to which the reward model is added, if there is one
     judge: RewardFunction | None  # of evaluations
 
     @property
@@ -383,8 +372,8 @@ def load_scoring(
     )
     if scorer.weights:
         return Scoring(scorer, judge)
-    if config.ppo.rules.distills:
-        return Scoring(TeacherScorer(), judge)
+    if config.reference is not None:
+        return Scoring(config.reference.scorer(), judge)
     raise ValueError(
         f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
         "or step), and neither --reward_function nor --critic_model_name_or_path does"

@@ -37,7 +37,7 @@ def iteration_metrics(
 ) -> dict[str, float | int | None]:
     """Metrics of an iteration's steps, its responses with their shaped rewards, and the sampler."""
     batch, correction = config.batch, config.ppo.correction
-    rewards = experience.scores if experience.by_divergence else shaped.rewards
+    rewards = shaped.rewards if experience.scores_once_known is None else experience.scores
     found = {
         **update_metrics(results),
         **sampler_errors(updater.looked, bounds=batch.only_filters),

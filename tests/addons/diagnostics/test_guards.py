@@ -6,8 +6,10 @@ import dschat_lora as dl
 from api.programs import ROLLOUTS, ROWS, brevity, numbers
 from dschat_lora.addons.diagnostics.diagnostics import Diagnostics
 from dschat_lora.addons.diagnostics.options import DiagnosticsOptions
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
+from helpers.addons import of_addon
 
+DISTILL = of_addon("distill.stage:DistillConfig")
 OPTIONS = {
     **ROLLOUTS,
     **{"max_steps": 5, "eval_prompts": 0, "kl_budget": 1e-3, "rewards": [brevity]},
@@ -59,7 +61,7 @@ def test_budgets_that_nothing_watches_are_refused():
         DiagnosticsOptions(kl_budget=-1.0)
     for guard, config, by in (
         ("off", RlhfConfig(), "--guard off"),
-        ("warn", DistillConfig(), "--algorithm distill"),
+        *(("warn", each(), "--algorithm distill") for each in DISTILL),
     ):
         with pytest.raises(ValueError, match=f"--kl_budget 2 bounds .* {by} does not watch: leave"):
             DiagnosticsOptions(guard, 2.0).check(config)

@@ -12,20 +12,24 @@ from transformers import AutoTokenizer
 import dschat_lora as dl
 from api.programs import ROWS, brevity, numbers
 from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.distill import teacher as teacher_module
+from dschat_lora.addons.distill.options import TeacherConfig
+from dschat_lora.addons.distill.stage import DistillConfig
+from dschat_lora.addons.distill.teacher import TeacherPrompts, TeacherScorer, answer_of
 from dschat_lora.assets import BUNDLED_MODEL
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions
 from dschat_lora.data.samples import SequenceSample
+from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
-from dschat_lora.rl.learn.teacher import TeacherPrompts, answer_of
-from dschat_lora.rl.loop import build as build_module
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 
@@ -151,13 +155,13 @@ def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     ignored = -100
     ids, labels = [4, 5, 6, 7, 8, 9], [ignored, ignored, 6, ignored, 8, ignored]
     sample = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor(labels).numpy())
-    found = answer_of(sample, group=3)
+    found = answer_of(sample)
     assert (found.prompt, found.tokens) == ((4, 5), (6, 7, 8))
     assert found.actor_mask == (True, False, True)
     assert not found.origin.is_drawn
     whole = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
-    assert answer_of(whole, group=0).tokens == (5, 6, 7, 8, 9)
-    assert answer_of(whole, group=0).actor_mask == ()
+    assert answer_of(whole).tokens == (5, 6, 7, 8, 9)
+    assert answer_of(whole).actor_mask == ()
 
 
 def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student():
@@ -169,7 +173,7 @@ def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student()
         mask,
         ref_logprobs=teacher,
         scores=torch.tensor([5.0, -5.0]),  # of which nothing is learnt
-        by_divergence=True,
+        scores_once_known=TeacherScorer()([], None).once_known,
         logprobs=student,
         values=None,
     )
@@ -215,6 +219,14 @@ def test_what_cannot_be_distilled_is_refused_in_a_line(argv, words, tmp_path):
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         check_rlhf(parse_config(DistillConfig, argv.replace("OTHER", str(other)).split()))
     assert "\n" not in str(caught.value)
+
+
+def test_the_rate_by_rule_is_that_of_the_published_recipe():
+    stage, factor = TeacherConfig.rates
+    lora = LoraConfig(lora_dim=128)
+    found = ruled_rates("qwen3", 4096, stage=stage, factor=factor, lora=lora)
+    assert (found.base, found.adapter) == pytest.approx((1e-5, 1e-4), rel=0.02)
+    assert "x 0.21 for distill" in found.reason
 
 
 def test_a_teacher_without_distillation_is_refused():
@@ -271,9 +283,9 @@ def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, 
 )
 def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, monkeypatch, options):
     student, teacher = sft
-    heads, make = [], build_module.DivergenceHead
+    heads, make = [], teacher_module.DivergenceHead
     monkeypatch.setattr(
-        build_module, "DivergenceHead", lambda *a, **k: heads.append(make(*a, **k)) or heads[-1]
+        teacher_module, "DivergenceHead", lambda *a, **k: heads.append(make(*a, **k)) or heads[-1]
     )
     common = {**SHORT, **options, "teacher": teacher}
     whole = dl.distill(student, ROWS, **common)

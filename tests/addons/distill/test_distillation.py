@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dschat_lora.algos.distillation import generalized_jsd, with_one_rest
+from dschat_lora.addons.distill.divergence import generalized_jsd, with_one_rest
 
 P, Q = [0.5, 0.3, 0.2], [0.1, 0.6, 0.3]
 

@@ -6,12 +6,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dschat_lora.addons.distill.divergence import DivergenceHead
+from dschat_lora.addons.distill.stage import DistillConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.models import causal_lm
-from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.rl.learn.engines import policies_of
-from dschat_lora.rl.loop.memory import divergence_bytes
-from dschat_lora.rl.options.config import DistillConfig
 from helpers.tiny import VOCAB, tiny_model
 
 N, TEMPERATURE = 11, 0.8
@@ -154,7 +153,7 @@ def test_estimated_bytes_of_a_chunk_are_those_that_torchs_profiler_counts(
     sizes = {"hidden_size": width, "intermediate_size": 4, "num_hidden_layers": 1}
     shape = LlamaConfig(vocab_size=vocabulary, num_attention_heads=1, **sizes)
     both = [LlamaForCausalLM(shape).requires_grad_(False) for _ in range(2)]
-    head = DivergenceHead(*both, beta=config.teacher.beta, entropy_trains=entropy_coef > 0)
+    head = DivergenceHead(*both, beta=config.reference.beta, entropy_trains=entropy_coef > 0)
     own, other = torch.randn(2, 2 * rows, width).unbind()
     tokens = torch.zeros(2 * rows, dtype=torch.int64)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -164,4 +163,4 @@ def test_estimated_bytes_of_a_chunk_are_those_that_torchs_profiler_counts(
     events.sort(key=lambda each: each.start_ns())
     changes = torch.tensor([each.nbytes() for each in events])
     per_logit = float(changes.cumsum(0).max()) / (vocabulary * rows)
-    assert per_logit == pytest.approx(divergence_bytes(config), rel=0.01)
+    assert per_logit == pytest.approx(config.reference.logit_bytes(config), rel=0.01)
