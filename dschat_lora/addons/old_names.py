@@ -11,7 +11,7 @@ _PACKAGES = {
     "serving": "addons.serving",
     "tinker": "addons.tinker",
 }
-_SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
+_SERVERS = "addons.engines.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
@@ -78,6 +78,7 @@ OLD_NAMES = {
     "rl.watch.diagnostics": "addons.diagnostics.diagnostics rl.watch.metrics",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.draw.completions": "addons.engines.completions",
     "rl.draw.engine_checks": "addons.engines.checks",
     "rl.draw.rollout_engines": "addons.engines.server_engine rl.draw.engine",
     "rl.draw.rollout_servers": _SERVERS,

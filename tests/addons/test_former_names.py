@@ -218,6 +218,7 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.draw.completions": "CompletionPool CompletionServer ServerError read_answer",
     "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
     "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
