@@ -46,9 +46,8 @@ FLOORS = [
         "assets": Room("config", light="__init__ toy_world"),
         "report": Room(
             "config",
-            "jinja2 torch tqdm trackio wandb",
-            "appended_file curves directory html log markup rollouts run_data sections terminal"
-            " trackers verdict",
+            "torch tqdm",
+            "appended_file directory log rollout_file terminal texts",
         ),
         "data": Room(
             "algos config",
@@ -83,7 +82,7 @@ FLOORS = [
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
             "packaging psutil torch",
-            "caller checks describe directory resume stage_main validation",
+            "caller checks directory resume stage_main validation",
         ),
     },
     {
@@ -103,11 +102,6 @@ FLOORS = [
         ),
     },
     {
-        "rl.play": Room(
-            "algos data engine models rl.draw rl.options rl.response rl.score runtime",
-            "gymnasium mcp numpy openenv reasoning_gym verifiers",
-            light="environment_adapters verifiers_environment",
-        ),
         "rl.learn": Room(
             "algos config data engine lora models perf rl.draw rl.options rl.response rl.score"
             " runtime",
@@ -123,7 +117,7 @@ FLOORS = [
     {
         "rl.loop": Room(
             "algos config data engine generation lora models perf report rl.draw rl.learn"
-            " rl.options rl.play rl.response rl.score rl.watch runtime",
+            " rl.options rl.response rl.score rl.watch runtime",
             "numpy torch",
             light="validation",
         ),
@@ -143,15 +137,17 @@ FLOORS = [
         "api": Room(
             "algos assets commands config data engine generation lora models report rl.options"
             " runtime supervised",
-            "IPython",
-            "demo notebook options process stages verbs",
+            light="options process stages verbs",
         ),
         "__main__": Room("commands config report runtime", light="__main__"),
         "old_names": Room(light="old_names"),
     },
     {
-        "addons.audit": Room(
-            "config data runtime", "datasketch numpy py3langid regex", "addon config options"
+        "addons.environments": Room(
+            "algos assets config data engine models rl.draw rl.options rl.response rl.score"
+            " runtime",
+            "gymnasium mcp numpy openenv reasoning_gym verifiers",
+            "addon gymnasium mcp openenv options reasoning_gym verifiers",
         ),
         "addons.evaluation": Room(
             "algos api commands config data engine generation models report"
@@ -181,10 +177,15 @@ FLOORS = [
             "torch transformers",
             "addon checks completions facts options",
         ),
-        "addons.pipeline": Room(
-            "checkpoint commands config models report rl.options runtime",
-            light="addon placeholders recipe run verbs",
+        "addons.inspect": Room(
+            "checkpoint config data report runtime", light="addon describe verbs"
         ),
+        "addons.report": Room(
+            "api config report runtime",
+            "IPython jinja2",
+            "addon curves html markup notebook rollouts run_data sections verbs verdict",
+        ),
+        "addons.trackers": Room("config report", "torch trackio wandb", "addon options trackers"),
         "addons.trainer": Room(
             "algos api checkpoint config data engine generation lora models report rl.draw"
             " rl.options runtime",
@@ -211,11 +212,31 @@ FLOORS = [
         ),
     },
     {
+        "addons.audit": Room(
+            "addons.report api config data models report runtime",
+            "datasketch numpy py3langid regex",
+            "addon config python verbs",
+        ),
+        "addons.demo": Room(
+            "addons.report algos api assets config data engine generation lora models report"
+            " runtime supervised",
+            light="addon demo",
+        ),
+        "addons.pipeline": Room(
+            "addons.report checkpoint commands config models report rl.options runtime",
+            light="addon placeholders recipe run verbs",
+        ),
         "addons.agents": Room(
-            "addons.serving algos config data engine generation models report rl.draw rl.options"
-            " rl.response rl.score runtime",
+            "addons.environments addons.serving algos config data engine generation models report"
+            " rl.draw rl.options rl.response rl.score runtime",
             "openai starlette",
             "addon options",
+        ),
+        "addons.distill": Room(
+            "addons.engines algos api commands config data engine lora models rl.draw rl.learn"
+            " rl.options rl.response rl.score runtime",
+            "numpy torch transformers",
+            "addon algorithm options python stage verbs",
         ),
         "addons.glue": Room(
             "addons.loralib algos checkpoint config data engine lora models report runtime",
@@ -228,23 +249,19 @@ FLOORS = [
             "nltk pycocoevalcap sacrebleu torch transformers",
             "addon config formats predictions validation verbs",
         ),
-        "addons.distill": Room(
-            "addons.engines algos api commands config data engine lora models rl.draw rl.learn"
-            " rl.options rl.response rl.score runtime",
-            "numpy torch transformers",
-            "addon algorithm options python stage verbs",
-        ),
-        "addons.planning": Room(
-            "addons.pipeline algos api commands config data engine generation lora models perf"
-            " report rl.learn rl.loop rl.options rl.response rl.watch runtime",
-            "optuna packaging psutil torch",
-            "addon cards config families published python verbs",
-        ),
         "addons.tinker": Room(
             "addons.serving algos checkpoint commands config data engine generation lora models"
             " report runtime",
             "numpy safetensors starlette tinker torch",
             "addon config verbs",
+        ),
+    },
+    {
+        "addons.planning": Room(
+            "addons.pipeline addons.report algos api commands config data engine generation lora"
+            " models perf report rl.learn rl.loop rl.options rl.response rl.watch runtime",
+            "optuna packaging psutil torch",
+            "addon cards config families published python verbs",
         ),
         "addons": Room(light="old_names"),
     },
@@ -272,12 +289,14 @@ SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.infer
 # These load the heavy parts of a verb when it runs.
 VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
-    *("api.verbs", "api.demo", "addons.audit.config", "addons.evaluation.options"),
+    *("api.verbs", "addons.audit.config", "addons.audit.python", "addons.audit.verbs"),
+    *("addons.demo.demo", "addons.evaluation.options", "addons.report.html"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
     *("addons.pipeline.verbs", "addons.planning.python", "addons.planning.verbs"),
     *(
         "addons.agents.options",
+        "addons.environments.options",
         "addons.diagnostics.options",
         "addons.bases.forms",
         "addons.distill.algorithm",

@@ -77,7 +77,7 @@ def with_options(
                 continue
             default = field.default
             of_object = field.metadata["runs"] == "object" and name not in _TYPES
-            kind = _OBJECT if of_object else type_text(name, annotation)
+            kind = "str | object | None" if of_object else type_text(name, annotation)
             if default is None and not kind.endswith("None"):
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
@@ -131,7 +131,7 @@ def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack
     found, functions = {}, options_that_run(config_class, "object", "part")
     for name, value in values.items():
         if name in functions:
-            value = _functions(value, stack)
+            value = _functions(value, name, stack)
         elif name in _DATA:
             value = data_value(value, name.removesuffix("_path"), stack)
         elif name.endswith(_MODELS):
@@ -203,11 +203,11 @@ def _way_to_rows(data: object) -> str:
     return "; of lists by column datasets.Dataset.from_dict(data) makes rows"
 
 
-def _functions(value: Any, stack: ExitStack) -> Any:
+def _functions(value: Any, option: str, stack: ExitStack) -> Any:
     if isinstance(value, list | tuple):
-        return [_functions(each, stack) for each in value]
-    if isinstance(value, Mapping):  # environments by name
-        return stack.enter_context(held(value, "environments"))
+        return [_functions(each, option, stack) for each in value]
+    if isinstance(value, Mapping):  # several by name
+        return stack.enter_context(held(value, f"{option}s"))
     if value is None or isinstance(value, str):
         return value
     return stack.enter_context(held(value, function_name(value)))

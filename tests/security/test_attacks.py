@@ -86,7 +86,7 @@ def test_a_checkpoint_cannot_choose_functions(checkpoint, name):
     assert f"--{name} out.evil:score, which runs code" in message(resume, RlhfConfig)
 
 
-@pytest.mark.parametrize("name", ["tensorboard_path", "data_output_path"])
+@pytest.mark.parametrize("name", ["data_output_path"])
 def test_a_checkpoint_cannot_say_where_to_write(checkpoint, tmp_path, name, capsys):
     checkpoint(**{name: str(tmp_path / "home")})
     assert flatten(resume())[name] is None

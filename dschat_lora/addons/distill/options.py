@@ -153,7 +153,7 @@ class TeacherConfig:
                 "system message with which the actor as it was is one"
             )
         share = f"--on_policy_share {self.on_policy_share:g}"
-        if self.on_policy_share < 1 and (config.is_scored or config.has_turns):
+        if self.on_policy_share < 1 and (config.is_scored or config.players):
             raise ValueError(
                 f"{share} learns from answers of the data too, which reward functions, reward "
                 "models and environments do not score: drop one of them"

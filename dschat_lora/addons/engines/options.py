@@ -71,7 +71,7 @@ class EngineOptions:
             ValueError: naming the options.
         """
         batch, ahead = config.batch, self.rollouts_ahead
-        if ahead and (config.has_turns or not batch.engine.can_run_ahead):
+        if ahead and (config.players or not batch.engine.can_run_ahead):
             with_turns = "an --environment or agent waits for each turn"
             in_process = (
                 f"--rollout_engine {batch.rollout_engine} draws in the processes that train: give "
@@ -80,7 +80,7 @@ class EngineOptions:
             )
             raise ValueError(
                 f"--rollouts_ahead {ahead} has servers draw whole responses while this process "
-                f"trains, and {with_turns if config.has_turns else in_process}"
+                f"trains, and {with_turns if config.players else in_process}"
             )
         if ahead and not (batch.do_sample and config.ppo.rollout_correction != "none"):
             off = "--rollout_correction none" if batch.do_sample else "--no-do_sample"

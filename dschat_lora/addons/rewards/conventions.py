@@ -15,7 +15,8 @@ from dschat_lora.rl.score.user_functions import PLURAL, named_parameters, singul
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPENRLHF = ("queries", "prompts", "labels")
 Values = Mapping[str, Any]
-_PLURALS = {singular(name): name for name in PLURAL}
+_OF_PLAYERS = ("environments",)
+_PLURALS = {singular(name, _OF_PLAYERS): name for name in (*PLURAL, *_OF_PLAYERS)}
 _OF_RUN = ("trainer_state", "log_metric", "log_extra")  # which no list holds
 
 
@@ -80,7 +81,9 @@ class Adapted:
         own, others = named_parameters(function), takes_all(function)
         self._takes = None if others else {*own}
         logs = dict.fromkeys(("log_metric", "log_extra"), Parameter.empty)
-        asked = {singular(n): each.default for n, each in own.items() if n not in theirs}
+        asked = {
+            singular(n, _OF_PLAYERS): each.default for n, each in own.items() if n not in theirs
+        }
         keyword = partial(Parameter, kind=Parameter.KEYWORD_ONLY)
         parameters = [keyword(n, default=v) for n, v in {**asked, **needed, **logs}.items()]
         open_to_all = [Parameter("others", Parameter.VAR_KEYWORD)] if others else []

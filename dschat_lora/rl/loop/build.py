@@ -15,7 +15,7 @@ from dschat_lora.generation.stops import end_of_text, stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import compile_blocks
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.report.rollouts import open_rollouts
+from dschat_lora.report.rollout_file import open_rollouts
 from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.engines import (

@@ -144,7 +144,7 @@ def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     if not config.batch.engine.decodes_actor:
         return config.batch.engine.bytes_beside_training(config)
     tokens = config.batch.rows_decoded * cache_columns(config)
-    if config.has_turns and device_type() == "cpu":
+    if config.players and device_type() == "cpu":
         tokens *= 2
     group = group_of(model)
     return tokens * cached_token_bytes(model) // (1 if group is None else group.size)

@@ -20,7 +20,7 @@ from dschat_lora.engine.distributed import raise_together, rank
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.appended_file import AppendedFile
 from dschat_lora.report.log import RunLog
-from dschat_lora.report.rollouts import FILE, as_member
+from dschat_lora.report.rollout_file import FILE, as_member
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig

@@ -106,11 +106,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     own = config.reference
     reference = ActorAsItWas() if own is None else own.load(config, tokenizer, sources, run)
     player: Player = OneTurn()
-    if config.has_turns:
-        from dschat_lora.rl.play.players import load_player
-
-        player = load_player(config, tokenizer, run.closing)
-    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
+    for playing in config.players:
+        player = playing.player(config, tokenizer, run.closing)
+    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, beside=player.beside)
     asking = [*player.asks, *scoring.asks]
     data = _read_data(config, tokenizer, run, reference, asking, sources.actor.base)
     started = config.batch.engine.prepare(config, sources, run)

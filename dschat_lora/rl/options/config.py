@@ -36,11 +36,6 @@ class PromptConfig(SourceConfig):
 
     section = "data"
 
-    num_prompts: int = option(
-        0,
-        help="episodes whose prompts an --environment of a class makes itself, in the place of "
-        "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
-    )
     max_prompt_seq_len: int = option(
         256, help="most tokens of a prompt; longer ones follow --overlong"
     )
@@ -49,7 +44,6 @@ class PromptConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, ">= 1", "max_prompt_seq_len", "max_answer_seq_len")
-        require_numbers(self, ">= 0", "num_prompts")
 
     @property
     def max_seq_len(self) -> int:
@@ -65,7 +59,7 @@ class PromptConfig(SourceConfig):
 
 of_sampling = partial(option, when="do_sample")
 of_sum = partial(option, when="has_shaped_sum")
-of_calls = partial(option, when="reward_function or reward_gate or environment")
+of_calls = partial(option, when="reward_function or reward_gate")
 
 
 @dataclass(frozen=True)
@@ -127,34 +121,17 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = option(
         (), help="texts that end a response with the token that completes them"
     )
-    environment: str | None = option(
-        None,
-        help="what answers the actor's turns: module:function or module:Class, or one of a "
-        "library, such as gymnasium:ENV_ID\nthe function answers with messages of a user or tool, "
-        "or ends the episode; objects of the class have reset, and step or tools, and rewards; or "
-        "module:Player with play(tasks, draw, *, key), which makes the responses; or "
-        "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
-        "mcp:URL, whose tools are offered",
-        runs="object",
-    )
-    max_turns: int = option(
-        8,
-        help="most turns of the actor in an episode with --environment, of one response's length",
-        when="environment",
-    )
 
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
+        require_numbers(self, ">= 1", *rollout, *update)
         require_numbers(self, ">= 0", "tokens_per_device", "top_k")
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
-        if self.environment is not None:
-            check_name("environment", self.environment)
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         check_engine(self.rollout_engine)
         if self.num_generations is None:
@@ -247,12 +224,12 @@ class RewardsConfig:
         when="reward_function or reward_gate",
     )
     reward_retries: int = of_calls(
-        0, help="further calls of a reward function, or an environment, that failed"
+        0, help="further calls of a reward function, or of what answers the actor, that failed"
     )
     reward_timeout: float = of_calls(
         0.0,
-        help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
-        "as it likes",
+        help="seconds that a call of a reward function, or of what answers the actor, may take; 0: "
+        "as many as it likes",
     )
     clip_reward_value: float = of_sum(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
@@ -430,8 +407,7 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
-        playing = [] if self.batch.environment is None else ["environment"]
-        playing += [name for own in self.players for name in own.plays]
+        playing = [name for own in self.players for name in own.plays]
         if len(playing) > 1:
             raise ValueError(f"--{playing[0]} and --{playing[1]} both play episodes: give one")
         if self.eval_prompts == 0 and "eval_ratio" not in self.given:
@@ -493,13 +469,19 @@ class RlhfConfig(StageConfig):
 
     @cached_property
     def players(self) -> list[Any]:
-        """The options of add-ons by which one of theirs plays the episodes."""
+        """The options of add-ons by which one of theirs makes the responses, turn after turn.
+
+        Their class has ``plays``, names of those options that are given, ``described()``, what a
+        run says of it, ``check_player(config)``, and ``player(config, tokenizer, closing)``.
+        """
         return [own for own in groups_of(self, "player") if own.plays]
 
-    @property
-    def has_turns(self) -> bool:
-        """Whether the actor may speak several times in an episode."""
-        return self.batch.environment is not None or bool(self.players)
+    def response_metrics(
+        self, responses: Sequence[Any], counted: Sequence[Any]
+    ) -> dict[str, float]:
+        """What add-ons show of the responses, of which some are ``counted``, as metrics."""
+        owners = groups_of(self, "response_metrics")
+        return {n: v for own in owners for n, v in own.response_metrics(responses, counted).items()}
 
     @property
     def has_critic(self) -> bool:

@@ -137,15 +137,14 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in config.rewards.reward_function]
     by = by or [own.described() for own in config.players]
-    by = by or [f"the environment {config.batch.environment}"]
     source, reference = "reward", inputs.sources.reference
     if (own := config.reference) is not None:
         known = "the actor as it was" if reference is None else model_name(reference)
         source, by = own.role, [own.model_name or known if own.is_served else known]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    if config.data.num_prompts:
-        data = f"{config.data.num_prompts:,} episodes without data"
+    for own in groups_of(config, "described_data"):
+        data = own.described_data() or data
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
     for own in groups_of(config, "first_lines"):
         for line in own.first_lines(config):

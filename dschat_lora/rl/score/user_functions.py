@@ -3,7 +3,7 @@
 import concurrent.futures
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,9 +175,11 @@ class UserFunction:
         self,
         responses: Sequence[Response],
         state: TrainerState | None = None,
-        environments: Sequence[Any] | None = None,
+        beside: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Any]:
         """What the function returns for each response, after so many errors at most.
+
+        ``beside`` are further arguments by name, which have an entry for each response.
 
         Raises:
             ValueError: if it returns no list of as many.
@@ -191,9 +193,7 @@ class UserFunction:
             logs = [RewardLog() for _ in parts]
             sees = getattr(self.function, "sees_media", True)
             media = media_of(self.tokenizer) if sees else None
-            calls = calls_of(
-                self.function, responses, self.tokenizer, state, logs, environments, media
-            )
+            calls = calls_of(self.function, responses, self.tokenizer, state, logs, beside, media)
             every = enumerate(zip(calls, parts, logs, strict=True))
             left = {n: call for n, call in every if n not in done}
             count, came = sum(len(part) for _, part, _ in left.values()), dict[int, Any]()
@@ -334,17 +334,18 @@ def find_object(option: str, name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def check_takes_responses(option: str, name: str, function: Callable[..., object]) -> None:
-    """Refuse a function that takes no responses.
+def check_takes_responses(
+    option: str, name: str, function: Callable[..., object], also: str = ""
+) -> None:
+    """Refuse a function that takes no responses; ``also`` says what else it may be.
 
     Raises:
         ValueError: naming what it takes.
     """
     if not (_SEES_RESPONSES & named_parameters(function).keys() or takes_all(function)):
-        plays = ", or have play(tasks, draw, *, key)" if option == "environment" else ""
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
-            f"response or completion){plays}, it takes {inspect.signature(function)}"
+            f"response or completion){also}, it takes {inspect.signature(function)}"
         )
 
 
@@ -355,7 +356,7 @@ TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra",
 
 
 # Of these a function that is called with one response at a time gets one, by the name without s.
-PLURAL = ("prompts", "responses", "completions", "environments", "rows")
+PLURAL = ("prompts", "responses", "completions", "rows")
 
 
 # Any of these parameters says that a function scores one response at a time.
@@ -396,9 +397,9 @@ def is_singular(function: Callable[..., object]) -> bool:
     return bool(_OF_ONE & named_parameters(function).keys())
 
 
-def singular(name: str) -> str:
+def singular(name: str, more: Collection[str] = ()) -> str:
     """The name of an argument where a function takes one response at a time."""
-    return name.removesuffix("s") if name in PLURAL else name
+    return name.removesuffix("s") if name in PLURAL or name in more else name
 
 
 def calls_of(
@@ -407,7 +408,7 @@ def calls_of(
     tokenizer: Tokenizer,
     state: TrainerState | None = None,
     logs: Sequence[RewardLog] = (),
-    environments: Sequence[Any] | None = None,
+    beside: Mapping[str, Sequence[Any]] | None = None,
     media: MediaReader | None = None,
 ) -> list[dict[str, Any]]:
     """Keyword arguments of each call that scores the responses, with what the function takes.
@@ -442,13 +443,13 @@ def calls_of(
         "token_ids": ids,
         "completion_ids": ids,
     }
-    if environments is not None:
-        offered["environments"] = list(environments)
+    beside = beside or {}
+    offered |= {name: list(values) for name, values in beside.items()}
     calls: list[dict[str, Any]] = [offered]
     parts = [list(responses)]
     if is_singular(function):
         places = range(len(responses))
-        calls = [{singular(name): v[i] for name, v in offered.items()} for i in places]
+        calls = [{singular(name, beside): v[i] for name, v in offered.items()} for i in places]
         parts = [[each] for each in responses]
     logs = logs or [RewardLog() for _ in calls]
     known = state or TrainerState()

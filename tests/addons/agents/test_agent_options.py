@@ -86,6 +86,6 @@ def test_an_agent_needs_no_reward_and_punishes_no_long_answers(capsys):
     config = check_rlhf(parsed(f"{AGENT} --algorithm dapo --num_prompts 8"))
     assert config.addons.agents == AgentOptions(agent="helpers.rlhf_course:asks_on")
     assert config.rewards.soft_overlong_tokens == 0
-    assert config.has_turns
+    assert config.players
     said = capsys.readouterr().out
     assert "reward: the agent helpers.rlhf_course:asks_on; data: 8 episodes without data" in said
