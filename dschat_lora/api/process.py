@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dschat_lora.api.notebook import in_notebook
 from dschat_lora.engine import failure_detection
-from dschat_lora.engine.rendezvous import LAUNCHED, check_environment
+from dschat_lora.engine.rendezvous import LAUNCHED, check_launch_variables
 from dschat_lora.report.terminal import quiet as nothing_said
 from dschat_lora.runtime.stage_main import hush_libraries, tell_others
 
@@ -88,7 +88,7 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
     restore = variables_kept()
     hush_libraries()
     try:
-        check_environment()
+        check_launch_variables()
         if in_notebook():
             # Libraries that are yet to be imported show no bar.
             warnings.filterwarnings("ignore", "IProgress not found")

@@ -29,7 +29,7 @@ from dschat_lora.addons.planning.hour_checks import (
     measurements,
     write_data,
 )
-from dschat_lora.engine.children import environment_of_no_launch
+from dschat_lora.engine.children import variables_of_no_launch
 from dschat_lora.report.html import render, write_report
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.markup import number, short, value_text
@@ -158,7 +158,7 @@ def environment_of(command: Command) -> dict[str, str]:
     if command.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         chosen["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
-    return environment_of_no_launch() | chosen | {"HF_HUB_OFFLINE": "1"}
+    return variables_of_no_launch() | chosen | {"HF_HUB_OFFLINE": "1"}
 
 
 def tail_of(output: Path) -> str:
