@@ -11,11 +11,11 @@ from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
-from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
+from dschat_lora.addons.audit.python import Audit as Audit
 from dschat_lora.addons.loralib.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.addons.loralib.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
 from dschat_lora.addons.loralib.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
@@ -132,10 +132,10 @@ def sft(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
 
@@ -260,10 +260,10 @@ def sft(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def reward(
@@ -376,10 +376,10 @@ def reward(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
     num_padding_at_beginning: int = 1,
 ) -> Run:
     """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``.
@@ -486,10 +486,10 @@ def reward(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
         num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
     """
 
@@ -610,10 +610,10 @@ def dpo(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
     num_padding_at_beginning: int = 1,
     offload_reference_model: bool = False,
 ) -> Run:
@@ -728,10 +728,10 @@ def dpo(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
         num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
         offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference is never a second model
     """
@@ -807,7 +807,6 @@ def rlhf(
     max_grad_norm: float = 1.0,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
-    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
@@ -882,10 +881,10 @@ def rlhf(
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
-    tensorboard_path: str | os.PathLike[str] | None = None,
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    tensorboard_path: str | os.PathLike[str] | None = None,
     base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -923,10 +922,10 @@ def rlhf(
     jsd_beta: float = 0.5,
     distill_top_k: int = 0,
     on_policy_share: float = 1.0,
+    parts: Any | Sequence[Any] = (),
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
     actor_dropout: float = 0.0,
@@ -944,6 +943,7 @@ def rlhf(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
 
@@ -1026,7 +1026,6 @@ def rlhf(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         per_device_generation_batch_size (int): responses generated at a time on a device
@@ -1101,10 +1100,10 @@ def rlhf(
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
@@ -1142,10 +1141,10 @@ def rlhf(
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
         distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1163,6 +1162,7 @@ def rlhf(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def distill(
@@ -1236,7 +1236,6 @@ def distill(
     max_grad_norm: float = 1.0,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
-    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
@@ -1310,10 +1309,10 @@ def distill(
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
-    tensorboard_path: str | os.PathLike[str] | None = None,
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    tensorboard_path: str | os.PathLike[str] | None = None,
     base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -1346,10 +1345,10 @@ def distill(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    parts: Any | Sequence[Any] = (),
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
     actor_dropout: float = 0.0,
@@ -1367,6 +1366,7 @@ def distill(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Train a student on its own responses, each token of which a teacher scores.
 
@@ -1447,7 +1447,6 @@ def distill(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
@@ -1521,10 +1520,10 @@ def distill(
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
@@ -1557,10 +1556,10 @@ def distill(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1578,6 +1577,7 @@ def distill(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def generate(

@@ -13,7 +13,6 @@ _PACKAGE = __name__.partition(".")[0]
 # begin behind that of this package. addons/ has a table of its own.
 OLD_NAMES = {
     "generation.search": "generation.greedy",
-    "pipeline.judge": "api.demo_judge",
     "pipeline.launch": "commands.launch",
     "rl.algorithms": "rl.options.algorithms",
     "rl.batch": "rl.response.batch rl.response.response",

@@ -32,6 +32,7 @@ FORMER = {
     "own_training_loop": "loralib",
     "pipeline": "pipeline",
     "python_primitives": "trainer",
+    "report": "report",
     "rollout_engines": "engines",
     "tinker": "tinker",
     "train_your_agent": "agents",

@@ -18,7 +18,11 @@ _SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engi
 OLD_NAMES = {
     "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
-    "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
+    "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs "
+    "addons.report.verbs addons.inspect.verbs addons.audit.verbs addons.demo.demo",
+    "api.demo": "addons.demo.demo",
+    "api.demo_judge": "addons.demo.judge",
+    "api.notebook": "addons.report.notebook",
     "api.losses": "addons.trainer.losses",
     "api.sequences": "addons.trainer.sequences",
     "api.trainer": "addons.trainer.trainer",
@@ -51,6 +55,7 @@ OLD_NAMES = {
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",
     "pipeline.hour_probes": "addons.planning.hour_probes",
+    "pipeline.judge": "addons.demo.judge",
     "pipeline.known_models": "addons.planning.known_models",
     "pipeline.plan": "addons.planning.plan",
     "pipeline.plan_report": "addons.planning.plan_report",
@@ -61,7 +66,15 @@ OLD_NAMES = {
     "addons.planning.verbs",
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
-    "addons.evaluation.verbs addons.publish.verbs addons.loralib.verbs",
+    "addons.evaluation.verbs addons.report.verbs addons.inspect.verbs addons.audit.verbs "
+    "addons.publish.verbs addons.loralib.verbs",
+    **{
+        f"report.{name}": f"addons.report.{name}"
+        for name in ("curves", "html", "run_data", "sections", "verdict")
+    },
+    "report.markup": "report.texts addons.report.markup addons.audit.findings",
+    "report.rollouts": "report.rollout_file addons.report.rollouts",
+    "report.trackers": "addons.trackers.trackers",
     "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
@@ -97,6 +110,8 @@ OLD_NAMES = {
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
+    "runtime.data_audit": "addons.audit.findings data.audit",
+    "runtime.describe": "addons.inspect.describe",
     "rl.play.environment": "addons.environments.environment addons.environments.stateful",
     "rl.play.environment_adapters": _LIBRARIES,
     "rl.play.mcp_tools": "addons.environments.mcp",

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.api.notebook import run_html, shown_in_notebook
 from dschat_lora.api.options import Data, Model, Reward, option_values, reward_options, with_options
-from dschat_lora.api.process import on_first_process, only_run, run_in_process
+from dschat_lora.api.process import only_run, run_in_process
 from dschat_lora.api.verbs import Message, generate
 from dschat_lora.commands.stages import STAGES, check_as_verb
+from dschat_lora.config.addons import load as load_object
+from dschat_lora.config.addons import provided
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import read_object
-from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.run_data import read_run, read_runs
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.caller import Callback, Caller
 from dschat_lora.runtime.stage_main import late
@@ -90,15 +89,20 @@ class Run:
 
     def report(self) -> Path:
         """The page about the run, written anew, by the first process of a launch."""
-        path, title = self._home / "report.html", self._home.resolve().name
-        with run_in_process():
-            on_first_process(
-                lambda: write_report(path, render_report(title, read_runs([self._home]), {}))
-            )
+        if (write := _run_view("page")) is None:
+            raise ValueError("Run.report is of an add-on that is not installed")
+        path: Path = write(self._home)
         return path
 
-    def _repr_html_(self) -> str:
-        return run_html(read_run(self._home), status=self.status, path=self.path)
+    def _repr_html_(self) -> str | None:
+        show = _run_view("html")
+        return show and show(self._home, status=self.status, path=self.path)
+
+
+def _run_view(name: str) -> Callable[..., Any] | None:
+    """A way to show runs that an add-on provides: ``page``, ``html`` or ``live``."""
+    path = provided("run_view").get(name)
+    return None if path is None else load_object(path)
 
 
 def load(path: str | Path) -> Run:
@@ -266,7 +270,8 @@ def train(
         config: Any = build_config(config_class, options_in_python(config_class, values))
         stack.enter_context(only_run())
         stack.enter_context(run_in_process(quiet=quiet))
-        stack.enter_context(shown_in_notebook(stage, quiet=quiet))
+        if (shown := _run_view("live")) is not None:
+            stack.enter_context(shown(stage, quiet=quiet))
         config = check_as_verb(config, stage)
         caller = Caller(callbacks, in_python=True)
         path = late(STAGES[stage].program)(config, caller)

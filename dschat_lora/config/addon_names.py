@@ -15,11 +15,15 @@ class Names(NamedTuple):
 
 # In the order of the help.
 ADDONS: Mapping[str, Names] = {
+    "demo": Names("demo"),
     "planning": Names("plan tune doctor models", "plan tune Plan Tuned"),
-    "pipeline": Names("pipeline"),
+    "pipeline": Names("pipeline recipes"),
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
-    "audit": Names(),
+    "audit": Names("audit", "audit Audit"),
+    "report": Names("report rollouts"),
+    "inspect": Names("inspect accept"),
+    "trackers": Names(),
     "streaming": Names(),
     "images": Names(),
     "environments": Names(seams="environment"),
@@ -29,6 +33,7 @@ ADDONS: Mapping[str, Names] = {
     ),
     "agents": Names(),
     "distill": Names("distill", "distill", "algorithm=distill"),
+    "parts": Names(),
     "diagnostics": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"

@@ -21,7 +21,6 @@ from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.source import ModelSource
-from dschat_lora.report.html import FILE
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.run import OpenRun
 
@@ -150,8 +149,8 @@ def say_next_steps(run: OpenRun[StageConfig], *, has_pairs: bool = False) -> Non
         run.log.say("next:")
     for command in commands:
         run.log.say(f"  {command}")
-    if run.report is not None:
-        run.log.say(f"report: {run.directory / FILE} (open it in a browser)")
+    for each in run.observers:
+        run.log.say(each.words)
 
 
 def next_commands(

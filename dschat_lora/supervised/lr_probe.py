@@ -11,7 +11,7 @@ from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import octaves_above, parameter_groups
 from dschat_lora.models.backbone import BackboneModel
-from dschat_lora.report.markup import short
+from dschat_lora.report.texts import short
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup

@@ -12,7 +12,18 @@ FORMER = {
     "api.command_lines": (
         "run_stage stage run_nlg run_glue launched plan tune audit merge generate evaluate demo"
     ),
+    "api.demo": (
+        "SFT_OPTIONS REWARD_OPTIONS PPO_OPTIONS NAMES run_demo stage_options judgement_rows demo"
+    ),
+    "api.demo_judge": (
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement evaluate_by_rule "
+        "judge_model rule_scores perplexity accuracy_by_flaw"
+    ),
     "api.losses": "Tables TokenLoss OPTIONS Loss make_loss counted",
+    "api.notebook": (
+        "TRAIN_METRICS Points in_notebook shown_in_notebook NotebookView box items table "
+        "eval_table point curve_html run_html"
+    ),
     "api.sequences": (
         "Numbers TokenSequence SequenceBatch check_sequences check_tokens make_batches make_batch"
     ),
@@ -157,6 +168,10 @@ FORMER = {
         "measurements"
     ),
     "pipeline.hour_probes": "NO_ROOM main machine graphs weights",
+    "pipeline.judge": (
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement evaluate_by_rule "
+        "judge_model rule_scores perplexity accuracy_by_flaw"
+    ),
     "pipeline.known_models": "show_model model_facts",
     "pipeline.plan": (
         "BANDWIDTH_SHARE RoleMemory StageMemory StepTime Seconds NoTokenizer StagePlan "
@@ -185,6 +200,25 @@ FORMER = {
     "pipeline.verbs": (
         "ConfigT pipeline doctor report rollouts models inspect score push export "
         "extract accept parsed_config"
+    ),
+    "report.curves": "METRICS Metric Curve Chart charts_of standard_error chart_data thin",
+    "report.html": "FILE LiveReport render_report page render write_whole",
+    "report.markup": (
+        "HUGE safe without_controls number amount short duration operations value_text "
+        "visible sample_text sample_html histogram"
+    ),
+    "report.rollouts": (
+        "Rollout FILE MOST_UNPACKED open_rollouts as_member read_rollouts RolloutQuery "
+        "show_rollouts select_rollouts summary_text rollout_text"
+    ),
+    "report.run_data": "MOST_METRICS PHASES OTHER RunData read_runs read_run read_metrics",
+    "report.sections": (
+        "results settings differences data_rows source_rows length_rows bad_rows answers "
+        "rollout_data"
+    ),
+    "report.trackers": "TRACKERS_FILE PROJECT TensorBoard RunTracker",
+    "report.verdict": (
+        "TITLES WORDS Change title_of outcome_of what_was_trained changes_of cost doubts"
     ),
     "rl.builtin_rewards": (
         "PREFIX BuiltinReward builtin_function is_remote exact_match regex number_equals length "
@@ -244,6 +278,8 @@ FORMER = {
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
+    "runtime.data_audit": "STAGES RowFindings Findings audit_data show_audit",
+    "runtime.describe": "inspect_directory describe",
     "rl.draw.prompt_stream": "PromptStream",
     "rl.prompt_stream": "Pool PromptStream",
     "runtime.shared_stream": "SharedStream",

@@ -10,10 +10,6 @@ from dschat_lora.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {
-    "pipeline.judge": (
-        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement "
-        "evaluate_by_rule judge_model rule_scores perplexity accuracy_by_flaw"
-    ),
     "pipeline.launch": (
         "PACKAGE DEFAULT_HOSTFILE SIGNALS LauncherConfig launcher_command launch_command "
         "typed_command launch_stage run_or_end split_launcher_options receiving Relay "

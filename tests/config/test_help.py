@@ -18,7 +18,6 @@ from dschat_lora.config.options import (
 from dschat_lora.config.other_names import other_names
 from dschat_lora.config.parser import COMPATIBILITY, EVERYDAY, OTHER, SECTIONS, unknown_option
 from dschat_lora.config.stages import (
-    AuditConfig,
     DpoStageConfig,
     RewardStageConfig,
     SupervisedConfig,
@@ -31,13 +30,14 @@ from helpers.addons import of_addon, of_the_whole
 NLG, TINKER = of_addon("nlg.config:NlgConfig"), of_addon("tinker.config:TinkerConfig")
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, *NLG)
 OF_ADDONS = (
+    "audit.config:AuditConfig",
     *("evaluation.config:EvalConfig", "evaluation.config:ScoreConfig", "glue.config:GlueConfig"),
     *("serving.config:ChatConfig", "serving.config:ServeConfig", "publish.config:ExportConfig"),
     "distill.stage:DistillConfig",
 )
 COMMANDS = (
     *STAGES,
-    *(AuditConfig, GenerateConfig, MergeConfig),
+    *(GenerateConfig, MergeConfig),
     *(each for path in OF_ADDONS for each in of_addon(path)),
     *TINKER,
 )
@@ -212,7 +212,8 @@ def test_help_of_a_word_that_nothing_has_says_so(monkeypatch, capsys):
 
 def test_sections_of_addons_and_of_compatibility_come_last_in_help_all(shown):
     whole = titles(shown("sft", "--help", "all"))
-    addons = [f"add-on {name}" for name, each in installed().items() if "sft" in each.options]
+    addons = [f"add-on {name}" for name in installed() if f"add-on {name}" in whole]
+    assert "add-on images" in addons or "images" not in installed()
     assert whole[-2 - len(addons) :] == ["other options", *addons, COMPATIBILITY]
     assert whole[-1] == titles(shown("rlhf", "--help", "all"))[-1] == COMPATIBILITY
 

@@ -11,6 +11,10 @@ of_the_whole = pytest.mark.skipif(
 )
 
 
+# What add-ons write beside what a run of the trunk does.
+PAGES = {"report.html"} if "report" in installed() else set()
+
+
 def of_addon(path):
     """The object ``NAME.MODULE:OBJECT``, or the module, in a list: of an add-on that is there."""
     name = path.partition(".")[0]

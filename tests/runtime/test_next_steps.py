@@ -65,8 +65,9 @@ def test_commands_fit_what_the_run_read_and_wrote(
             parse_config(STAGES[verb].config, words)
 
 
-def test_other_stages_name_their_report_alone():
+def test_other_stages_name_what_observers_leave_alone():
+    page = SimpleNamespace(words="report: out/report.html (open it in a browser)")
     said, config = [], parse_config(STAGES["sft"].config, [])
     log, run = SimpleNamespace(say=said.append), {"config": config, "directory": HOME}
-    say_next_steps(SimpleNamespace(stage="nlg", log=log, report=object(), caller=NOBODY, **run))
-    assert said == ["report: out/my run/report.html (open it in a browser)"]
+    say_next_steps(SimpleNamespace(stage="nlg", log=log, observers=[page], caller=NOBODY, **run))
+    assert said == [page.words]

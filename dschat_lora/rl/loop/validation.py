@@ -32,7 +32,6 @@ from dschat_lora.runtime.checks import (
     check_bundled_data_fits,
     check_compile,
     check_divided,
-    check_function,
     check_lora_options,
     continued_lora,
     model_fields,
@@ -40,7 +39,6 @@ from dschat_lora.runtime.checks import (
     resolve_stage,
     settled_base_bits,
     with_bundled,
-    with_trackers,
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
@@ -93,8 +91,6 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_scorer(option, name)
     if rewards.judge_function is not None:
         check_scorer("judge_function", rewards.judge_function)
-    for name in config.classic.parts:
-        check_function("parts", name)
     for own in config.players:
         own.check_player(config)
     if all(map(gives_one_reward, rewards.reward_function)):
@@ -437,7 +433,6 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_attention,
     check_zero_stages,
     with_recomputation,
-    with_trackers,
     check_output_dir,
     check_sources_are_kept,
     lambda config, _: through_addons(config, "check"),

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.report.rollouts import FILE, read_rollouts
+from dschat_lora.report.rollout_file import FILE
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
+from helpers.step1 import rollouts
 
 pytestmark = pytest.mark.stage
 
@@ -54,7 +55,7 @@ def runs(ranks, tmp_path_factory):
             argv += ["--resume_from_checkpoint", earlier / "checkpoints" / "step-00000002"]
         (report,) = ranks(1).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
         lines = [without_times(line) for line in json.loads(report["lines"])]
-        found[kind] = SimpleNamespace(lines=lines, rows=read_rollouts(out), out=out)
+        found[kind] = SimpleNamespace(lines=lines, rows=rollouts(out), out=out)
     yield found
     shutil.rmtree(home)
 
@@ -141,7 +142,7 @@ def test_an_environment_of_gymnasium_gives_prompts_and_rewards(ranks, tmp_path):
     argv += ["--output_dir", tmp_path / "out", "--data_output_path", tmp_path / "data"]
     argv += ["--actor_model_name_or_path", models["actor"]]
     (report,) = ranks(1).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
-    rows, lines = read_rollouts(tmp_path / "out"), json.loads(report["lines"])
+    rows, lines = rollouts(tmp_path / "out"), json.loads(report["lines"])
     assert len(rows) == 16
     assert all(re.search("the (cat|dog|hen) and (cat|dog|hen)", row["prompt"]) for row in rows)
     assert len({row["prompt"] for row in rows}) > 1

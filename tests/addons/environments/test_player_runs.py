@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.report.rollouts import read_rollouts
 from helpers.rlhf_course import save_family, write_prompts
+from helpers.step1 import rollouts
 
 pytestmark = pytest.mark.stage
 
@@ -53,7 +53,7 @@ def runs(ranks, tmp_path_factory):
             lines = json.loads(report["lines"])
             found[player, size] = SimpleNamespace(
                 trains=[line for line in lines if line["kind"] == "train"],
-                rows=read_rollouts(out),
+                rows=rollouts(out),
                 texts=report["texts"],
             )
     yield found

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 import dschat_lora
 from addons.images.training import EXACT, PICTURES, Seeing, answer, pair_row, train_steps
+from dschat_lora.addons.report.rollouts import read_rollouts
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig, DpoStageConfig, RewardConfig, RewardStageConfig
 from dschat_lora.data.batch import PairCollator
@@ -17,7 +18,6 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.pair_objectives import answer_logprobs, reward_objective, score_ends
 from helpers.images import spread
