@@ -32,7 +32,6 @@ from dschat_lora.runtime.checks import (
     check_bundled_data_fits,
     check_compile,
     check_divided,
-    check_function,
     check_lora_options,
     continued_lora,
     model_fields,
@@ -92,8 +91,6 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_scorer(option, name)
     if rewards.judge_function is not None:
         check_scorer("judge_function", rewards.judge_function)
-    for name in config.classic.parts:
-        check_function("parts", name)
     for own in config.players:
         own.check_player(config)
     if all(map(gives_one_reward, rewards.reward_function)):
@@ -372,10 +369,11 @@ def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse over-sampling where the engine or other options rule it out."""
     batch, name = config.batch, config.batch.rollout_engine
     if batch.oversample > 1 and (config.players or not batch.engine.gives_up):
-        own = "" if batch.engine.gives_up else f" and --rollout_engine {name}"
+        own = [f"--{option}" for player in config.players for option in player.plays]
+        own += [] if batch.engine.gives_up else [f"--rollout_engine {name}"]
         raise ValueError(
-            f"--oversample {batch.oversample:g} gives up responses on the way, which environments, "
-            f"agents{own} do not: leave it out"
+            f"--oversample {batch.oversample:g} gives up responses on the way, which "
+            f"{' and '.join(own)} cannot: leave it out"
         )
 
 

@@ -20,12 +20,12 @@ from dschat_lora.addons.distill.served_teacher import (
     read_prompt_logprobs,
 )
 from dschat_lora.addons.distill.stage import DistillConfig
+from dschat_lora.addons.engines import completions
+from dschat_lora.addons.engines.completions import ServerError
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
-from dschat_lora.rl.draw import completions
-from dschat_lora.rl.draw.completions import ServerError
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.response.response import Response
 from helpers.served import send, served, write_run
@@ -221,6 +221,13 @@ def test_options_that_a_served_teacher_has_not_are_refused(argv, words):
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         check_rlhf(parse_config(DistillConfig, argv))
     assert "\n" not in str(caught.value)
+
+
+def test_a_served_teacher_is_refused_without_the_add_on_that_asks_servers(monkeypatch):
+    monkeypatch.setattr("dschat_lora.addons.distill.options.installed", dict)
+    argv = f"--teacher_model_name_or_path http://a:1 --distill_loss {SHORT['distill_loss']}"
+    with pytest.raises(ValueError, match="of a server needs the add-on engines, which is not in"):
+        check_rlhf(parse_config(DistillConfig, argv.split()))
 
 
 @pytest.mark.stage
