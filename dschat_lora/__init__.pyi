@@ -807,7 +807,6 @@ def rlhf(
     max_grad_norm: float = 1.0,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
-    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
@@ -923,6 +922,7 @@ def rlhf(
     jsd_beta: float = 0.5,
     distill_top_k: int = 0,
     on_policy_share: float = 1.0,
+    parts: Any | Sequence[Any] = (),
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
@@ -1026,7 +1026,6 @@ def rlhf(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         per_device_generation_batch_size (int): responses generated at a time on a device
@@ -1142,6 +1141,7 @@ def rlhf(
         jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
         distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
@@ -1236,7 +1236,6 @@ def distill(
     max_grad_norm: float = 1.0,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
-    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
@@ -1346,6 +1345,7 @@ def distill(
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    parts: Any | Sequence[Any] = (),
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
@@ -1447,7 +1447,6 @@ def distill(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
@@ -1557,6 +1556,7 @@ def distill(
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used

@@ -14,7 +14,7 @@ _PACKAGES = {
 _LIBRARIES = " ".join(
     f"addons.environments.{name}" for name in ("gymnasium", "mcp", "openenv", "reasoning_gym")
 )
-_SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
+_SERVERS = "addons.engines.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
@@ -95,6 +95,7 @@ OLD_NAMES = {
     "rl.watch.diagnostics": "addons.diagnostics.diagnostics rl.watch.metrics",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.draw.completions": "addons.engines.completions",
     "rl.environment": "addons.environments.environment addons.environments.turn_tokens "
     "addons.environments.players",
     "rl.environment_adapters": _LIBRARIES,

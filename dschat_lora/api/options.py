@@ -40,7 +40,6 @@ OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
-_OBJECT = "str | Callable[..., Any] | None"
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
     "algorithm": (
@@ -52,7 +51,6 @@ _TYPES = {
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
-    "parts": "Any | Sequence[Any]",
     "rollout_engine": f"Literal{[n for n in known_engines() if n[-1] != ':']} | str | object",
 }
 
@@ -76,8 +74,10 @@ def with_options(
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
-            of_object = field.metadata["runs"] == "object" and name not in _TYPES
-            kind = "str | object | None" if of_object else type_text(name, annotation)
+            kind = type_text(name, annotation)
+            if field.metadata["runs"] == "object" and name not in _TYPES:
+                many = value_shape(annotation)[2]
+                kind = "Any | Sequence[Any]" if many else "str | object | None"
             if default is None and not kind.endswith("None"):
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))

@@ -33,6 +33,7 @@ ADDONS: Mapping[str, Names] = {
     ),
     "agents": Names(),
     "distill": Names("distill", "distill", "algorithm=distill"),
+    "parts": Names(),
     "diagnostics": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"

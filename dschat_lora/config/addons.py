@@ -160,7 +160,7 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
     for addon, own in ADDONS.items():
         pairs = (each.split("=") for each in own.values.split())
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
-            raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
+            raise ValueError(f"--{seam} {value} is of the add-on {addon}, which is not installed")
     return ""
 
 

@@ -253,6 +253,7 @@ FORMER = {
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.draw.completions": "CompletionPool CompletionServer ServerError read_answer",
     "rl.environment": "EnvironmentFailedError Environment TurnTokens Episodes",
     "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer",
     "rl.play.environment": "EnvironmentFailedError Environment StatefulEnvironment",

@@ -45,12 +45,12 @@ class DiagnosticsOptions:
                 f"{other} does not watch: leave one of them out"
             )
 
-    def part(self, setup: "RlhfSetup") -> "Diagnostics":
+    def made_parts(self, setup: "RlhfSetup", progress: object) -> "list[Diagnostics]":
         """What warns of failures."""
         from dschat_lora.addons.diagnostics.diagnostics import Diagnostics
 
         config = setup.config
-        return Diagnostics(
+        watching = Diagnostics(
             setup.models.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
             engine=config.batch.engine,
@@ -59,3 +59,4 @@ class DiagnosticsOptions:
             guard=self.guard,
             kl_budget=self.kl_budget,
         )
+        return [watching]

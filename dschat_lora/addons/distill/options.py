@@ -1,7 +1,7 @@
 """Options of a teacher and of what is learnt from it, and what step 3 asks of them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from dschat_lora.config.addons import installed
 from dschat_lora.config.groups import LoadConfig, ModelConfig, require, require_numbers
@@ -10,10 +10,7 @@ from dschat_lora.rl.options.names import is_address, is_remote
 
 if TYPE_CHECKING:
     from dschat_lora.addons.distill.teacher import Teacher, TeacherScorer
-    from dschat_lora.models.loading import Tokenizer
     from dschat_lora.rl.options.config import RlhfConfig
-    from dschat_lora.rl.options.inputs import Sources
-    from dschat_lora.runtime.run import OpenRun
 
 DistillLoss = Literal["reverse_kl", "forward_kl", "jsd", "sampled_reverse_kl"]
 
@@ -198,18 +195,8 @@ class TeacherConfig:
 
         return TeacherScorer()
 
-    def load(
-        self,
-        config: "RlhfConfig",
-        tokenizer: "Tokenizer",
-        sources: "Sources",
-        run: "OpenRun[RlhfConfig]",
-    ) -> "Teacher":
-        """The teacher; call on every rank.
-
-        Raises:
-            ValueError: if its server cannot be used.
-        """
+    def load(self, *of_run: Any) -> "Teacher":
+        """The teacher by config, tokenizer, sources and run; call on every rank."""
         from dschat_lora.addons.distill.teacher import load_teacher
 
-        return load_teacher(self, config, tokenizer, sources, run)
+        return load_teacher(self, *of_run)

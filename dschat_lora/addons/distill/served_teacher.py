@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 
-from dschat_lora.engine.distributed import broadcast_string, rank
-from dschat_lora.models.loading import Tokenizer
-from dschat_lora.rl.draw.completions import (
+from dschat_lora.addons.engines.completions import (
     Body,
     CompletionPool,
     CompletionServer,
@@ -16,6 +14,8 @@ from dschat_lora.rl.draw.completions import (
     ServerError,
     are_logprobs,
 )
+from dschat_lora.engine.distributed import broadcast_string, rank
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.options.engines import EngineError
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response

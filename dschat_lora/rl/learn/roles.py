@@ -1,6 +1,8 @@
 """Actor, reference, critic and reward model, on one frozen base where possible."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -144,24 +146,20 @@ def build_roles(
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.
     """
-    build = _Builder(config, tokenizer, dtype=dtype, meta=meta, group=group)
+    build = _Builder(config, tokenizer, {"dtype": dtype, "meta": meta, "group": group})
     with option_errors_for("actor"):
         base = build.language_base(sources.actor) if build.is_frozen("actor") else None
-        actor = build.policy(sources.actor, base=base)
+        actor = build.policy(sources.actor, base)
     reference, other = None, config.reference
     if other is not None and sources.reference is not None:
         with option_errors_for(other.role):
             own = build.base_of(sources.reference, bits=other.bits)
-            found = build.policy(
-                sources.reference,
-                base=base if own == build.base_of(sources.actor) else None,
-                trained=False,
-                options=other.model(config.load),
-            )
-            reference = frozen(found)
+            of = base if own == build.base_of(sources.actor) else None
+            options = other.model(config.load)
+            reference = frozen(build.policy(sources.reference, of, trained=False, options=options))
     elif other is None or not other.is_served:
         with option_errors_for("actor"):
-            reference = frozen(build.policy(sources.actor, base=base, trained=False))
+            reference = frozen(build.policy(sources.actor, base, trained=False))
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
@@ -172,9 +170,9 @@ def build_roles(
         elif base is None or not (has_adapter and alike):
             base = build.scored_base(start, new_head=new_head)
         if sources.critic is not None:
-            reward = frozen(build.scorer(start, base=base, trained=False))
+            reward = frozen(build.scorer(start, base, trained=False))
         if config.has_critic:
-            critic = build.scorer(start, base=base, new_head=new_head)
+            critic = build.scorer(start, base, new_head=new_head)
             if new_head:
                 zero_head_(critic.model)
     rollout = share_parameters(actor.model)
@@ -185,9 +183,7 @@ def build_roles(
 class _Builder:
     config: RlhfConfig
     tokenizer: Tokenizer
-    dtype: torch.dtype
-    meta: bool
-    group: TensorGroup | None
+    how: Mapping[str, Any]  # dtype, meta, group
 
     def is_frozen(self, role: str) -> bool:
         """Whether the base of a role never changes."""
@@ -200,73 +196,50 @@ class _Builder:
         return source.base, source.rope_scaling, held
 
     def language_base(self, source: ModelSource) -> PreTrainedModel:
-        model_config = as_trained(self.config.actor.model(self.config.load), source)
-        return load_causal_lm(
-            source.base,
-            load_config(source.base, model_config),
-            model_config,
-            dtype=self.dtype,
-            meta=self.meta,
-            group=self.group,
-        ).requires_grad_(False)
+        options = as_trained(self.config.actor.model(self.config.load), source)
+        fields = load_config(source.base, options)
+        return load_causal_lm(source.base, fields, options, **self.how).requires_grad_(False)
 
     def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
-        model_config = as_trained(self.config.critic.model(self.config.load), source)
-        return load_reward_model(
-            source.base,
-            load_config(source.base, model_config),
-            model_config,
-            dtype=self.dtype,
-            # An adapter's head replaces this one.
-            seed=self.config.run.seed if new_head or source.adapter is not None else None,
-            meta=self.meta,
-            group=self.group,
-        ).requires_grad_(False)
+        options = as_trained(self.config.critic.model(self.config.load), source)
+        fields = load_config(source.base, options)
+        # An adapter's head replaces this one.
+        seed = self.config.run.seed if new_head or source.adapter is not None else None
+        model = load_reward_model(source.base, fields, options, seed=seed, **self.how)
+        return model.requires_grad_(False)
 
     def policy(
         self,
         source: ModelSource,
-        *,
         base: PreTrainedModel | None,
+        *,
         trained: bool = True,
         options: ModelConfig | None = None,
     ) -> AdaptedModel:
+        own = self.config.actor
+        options, lora = options or own.model(self.config.load), self._lora(own, trained)
+        seed = self.config.run.seed
         return build_causal_lm(
-            source,
-            self.tokenizer,
-            options or self.config.actor.model(self.config.load),
-            self._lora(self.config.actor) if trained else LoraConfig(),
-            base=base,
-            dtype=self.dtype,
-            seed=self.config.run.seed,
-            meta=self.meta,
-            group=self.group,
+            source, self.tokenizer, options, lora, base=base, seed=seed, **self.how
         )
 
     def scorer(
         self,
         source: ModelSource,
-        *,
         base: PreTrainedModel | None,
+        *,
         trained: bool = True,
         new_head: bool = False,
     ) -> AdaptedModel:
-        options = self.config.critic
+        own = self.config.critic
+        options, lora = own.model(self.config.load), self._lora(own, trained)
+        head = {"new_head": new_head, "seed": self.config.run.seed}
         return build_reward_model(
-            source,
-            self.tokenizer,
-            options.model(self.config.load),
-            self._lora(options) if trained else LoraConfig(),
-            base=base,
-            new_head=new_head,
-            dtype=self.dtype,
-            seed=self.config.run.seed,
-            meta=self.meta,
-            group=self.group,
+            source, self.tokenizer, options, lora, base=base, **head, **self.how
         )
 
-    def _lora(self, options: RoleConfig) -> LoraConfig:
-        return options.lora(self.config.classic.only_optimize_lora)
+    def _lora(self, own: RoleConfig, trained: bool) -> LoraConfig:
+        return own.lora(self.config.classic.only_optimize_lora) if trained else LoraConfig()
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:

@@ -1,8 +1,8 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,6 @@ from dschat_lora.rl.loop.parts import (
     KlControl,
     Parts,
     RolloutLog,
-    RunOfPart,
-    UserPart,
 )
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
@@ -107,7 +105,7 @@ def make_parts(
     """The parts of a run by its options.
 
     Raises:
-        ValueError: if one of ``--parts`` is none.
+        ValueError: if one of an add-on's cannot be made.
     """
     config, classic, run = setup.config, setup.config.classic, setup.run
     assert run.directory is not None, "a dry run keeps nothing"
@@ -127,10 +125,9 @@ def make_parts(
         from dschat_lora.rl.learn.ema import MovingAverage
 
         average = MovingAverage(actor, classic.ema_decay)
-    of_parts = RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier)
-    own: list[Any] = [UserPart(name, replace(of_parts, files={})) for name in classic.parts]
     entropy = EntropyTarget(config.ppo.target_entropy, progress)
-    own += [each.part(setup) for each in groups_of(config, "part")]
+    makers = groups_of(config, "made_parts")
+    own = chain.from_iterable(each.made_parts(setup, progress) for each in makers)
     parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
     return Parts([part for part in parts if part is not None])
 

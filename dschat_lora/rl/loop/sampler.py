@@ -110,7 +110,7 @@ class RolloutSampler:
                 ),
                 score=phase("scoring")(scores_of),
             )
-            responses, scores, metrics = found.responses, found.scores, {**found.metrics}
+            responses, scores, metrics = found.responses, found.scores, found.metrics
         if draws.needed is not None:
             metrics["cut_prompts"] = len(draws.prompts) - draws.needed
         metrics |= version_metrics(responses, iteration)

@@ -32,7 +32,6 @@ from dschat_lora.runtime.checks import (
     check_bundled_data_fits,
     check_compile,
     check_divided,
-    check_function,
     check_lora_options,
     continued_lora,
     model_fields,
@@ -92,8 +91,6 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_scorer(option, name)
     if rewards.judge_function is not None:
         check_scorer("judge_function", rewards.judge_function)
-    for name in config.classic.parts:
-        check_function("parts", name)
     for own in config.players:
         own.check_player(config)
     if all(map(gives_one_reward, rewards.reward_function)):

@@ -305,13 +305,6 @@ class ClassicConfig:
         section="training",
         when="enable_ema",
     )
-    parts: tuple[str, ...] = option(
-        (),
-        help="module:Class, one or several, of objects that are told of every step and iteration "
-        "(after_step, after_iteration): metrics, logs and coefficients of your own",
-        runs="object",
-        section="training",
-    )
     log_rollouts: int = option(
         128,
         help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none",
@@ -357,8 +350,6 @@ class ClassicConfig:
         require_numbers(self, "in [0, 1)", "ema_decay")
         require_numbers(self, ">= 1", "inference_tp_size")
         require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
-        for name in self.parts:
-            check_name("parts", name)
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
 

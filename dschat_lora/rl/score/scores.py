@@ -222,9 +222,8 @@ class RewardFunctions:
     @property
     def logs(self) -> bool:
         """Whether a function may log anything, by its parameters."""
-        loggers = {"log_extra", "log_metric"}
-        functions = [each.function for each in self.functions]
-        return any(takes_all(f) or loggers & named_parameters(f).keys() for f in functions)
+        called, loggers = [each.function for each in self.functions], {"log_extra", "log_metric"}
+        return any(takes_all(each) or loggers & named_parameters(each).keys() for each in called)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse functions that ask for columns which the data lacks."""
@@ -331,9 +330,10 @@ class RewardSum(Scorer):
         for response, (own, added) in zip(responses, scores, strict=True):
             if response.is_left_out or (math.isfinite(own) and not math.isinf(added)):
                 continue
-            who, value = "the weighted sum of rewards", added
-            if not math.isfinite(own):
-                who, value = "the reward model", own
+            is_sum = math.isfinite(own)
+            who, value = (
+                ("the weighted sum of rewards", added) if is_sum else ("the reward model", own)
+            )
             raise ScoreError from ValueError(
                 f"{who} gives {value} for {shortened(self.decode(response.tokens))!r} after the "
                 f"prompt {shortened(self.decode(response.prompt))!r}; a score is a finite number"
@@ -395,14 +395,10 @@ def load_scorer(
     Raises:
         ValueError: if one cannot be used.
     """
-    log = RewardLog()
-    calls = {
-        "batch": config.reward_batch,
-        "retries": config.reward_retries,
-        "timeout": config.reward_timeout,
-    }
+    log, batch = RewardLog(), config.reward_batch
+    calls = {"retries": config.reward_retries, "timeout": config.reward_timeout}
     functions = tuple(
-        load_function(option, name, tokenizer, log=log, **calls)
+        load_function(option, name, tokenizer, log=log, batch=batch, **calls)
         for option in ("reward_function", "reward_gate")
         for name in getattr(config, option)
     )

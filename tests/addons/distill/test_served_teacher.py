@@ -20,12 +20,12 @@ from dschat_lora.addons.distill.served_teacher import (
     read_prompt_logprobs,
 )
 from dschat_lora.addons.distill.stage import DistillConfig
+from dschat_lora.addons.engines import completions
+from dschat_lora.addons.engines.completions import ServerError
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
-from dschat_lora.rl.draw import completions
-from dschat_lora.rl.draw.completions import ServerError
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.response.response import Response

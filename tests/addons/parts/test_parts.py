@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dschat_lora.addons.parts.parts import PartError, RunOfPart, UserPart, check_twins
 from dschat_lora.config.held import held
-from dschat_lora.rl.loop.parts import PartError, Parts, RunOfPart, UserPart
+from dschat_lora.rl.loop.parts import Parts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 EXPERIENCE = SimpleNamespace(scores=torch.tensor([1.0, 2.0]))
@@ -94,4 +95,4 @@ def test_what_comes_first_in_a_file_is_its_head_and_not_appended_before_a_run_is
 def test_two_parts_of_one_name_are_refused_as_checkpoints_keep_them_by_it(tmp_path):
     twins = [user_part(Counting, tmp_path / name) for name in "ab"]
     with pytest.raises(ValueError, match=r"--parts names Counting twice"):
-        Parts(twins)
+        check_twins(twins)
