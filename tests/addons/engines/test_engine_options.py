@@ -62,7 +62,7 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         ),
         (
             ["--oversample", "1.5", "--rollout_engine", "transformers"],
-            "--oversample 1.5 gives up responses .*--rollout_engine transformers do not",
+            "--oversample 1.5 gives up responses .*--rollout_engine transformers cannot",
         ),
         (
             [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "no-such-vllm serve"],
