@@ -233,9 +233,16 @@ class _Builder:
     ) -> AdaptedModel:
         own = self.config.critic
         options, lora = own.model(self.config.load), self._lora(own, trained)
-        head = {"new_head": new_head, "seed": self.config.run.seed}
+        seed = self.config.run.seed
         return build_reward_model(
-            source, self.tokenizer, options, lora, base=base, **head, **self.how
+            source,
+            self.tokenizer,
+            options,
+            lora,
+            base=base,
+            seed=seed,
+            new_head=new_head,
+            **self.how,
         )
 
     def _lora(self, own: RoleConfig, trained: bool) -> LoraConfig:
