@@ -81,7 +81,6 @@ def sft(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -209,7 +208,6 @@ def sft(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -322,7 +320,6 @@ def reward(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -432,7 +429,6 @@ def reward(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -549,7 +545,6 @@ def dpo(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -667,7 +662,6 @@ def dpo(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
