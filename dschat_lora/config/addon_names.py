@@ -20,6 +20,7 @@ ADDONS: Mapping[str, Names] = {
     "serving": Names("chat serve"),
     "audit": Names(),
     "streaming": Names(),
+    "kto": Names(values="answer_loss=kto"),
     "images": Names(),
     "engines": Names(
         values="rollout_engine=transformers rollout_engine=vllm "

@@ -11,6 +11,11 @@ of_the_whole = pytest.mark.skipif(
 )
 
 
+def with_addon(name):
+    """A mark of tests that need an add-on of the package."""
+    return pytest.mark.skipif(name not in installed(), reason=f"the add-on {name} is not there")
+
+
 def of_addon(path):
     """The object ``NAME.MODULE:OBJECT``, or the module, in a list: of an add-on that is there."""
     name = path.partition(".")[0]
