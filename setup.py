@@ -92,7 +92,7 @@ setup(
     package_data={
         "dschat_lora": [
             *("assets/**/*", "assets/*.md", "configs/**/*", "configs/*/*"),
-            *("report/page/*", "addons/*/page/*", "addons/*/*.json", "py.typed", "__init__.pyi"),
+            *("addons/*/page/*", "addons/*/*.json", "py.typed", "__init__.pyi"),
         ]
     },
     install_requires=[

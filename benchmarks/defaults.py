@@ -209,8 +209,8 @@ def train_rule(cell: Cell, directory: Path) -> dict[str, float]:
 def train_demo(cell: Cell, directory: Path) -> dict[str, float]:
     """Shares of test answers, greedy and sampled, after SFT and after PPO."""
     import dschat_lora as dl
-    from dschat_lora.api.demo import stage_options
-    from dschat_lora.api.demo_judge import evaluate_by_rule
+    from dschat_lora.addons.demo.demo import stage_options
+    from dschat_lora.addons.demo.judge import evaluate_by_rule
 
     homes = {name: directory / name for name in ("sft", "reward", "rlhf")}
     for name, options in stage_options(homes).items():

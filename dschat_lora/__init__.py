@@ -18,11 +18,8 @@ __version__ = "0.3.0"
 
 # Where each public name is defined.
 _HOMES = {
-    **dict.fromkeys(("sft", "reward", "dpo", "rlhf", "distill", "Run", "load"), "api.stages"),
-    **dict.fromkeys(
-        ("generate", "merge", "audit", "Audit"),
-        "api.verbs",
-    ),
+    **dict.fromkeys(("sft", "reward", "dpo", "rlhf", "Run", "load"), "api.stages"),
+    **dict.fromkeys(("generate", "merge"), "api.verbs"),
     "Algorithm": "rl.options.algorithms",
     "Addon": "config.addons",
 }

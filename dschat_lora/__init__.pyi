@@ -11,11 +11,11 @@ from dschat_lora.api.verbs import Message
 from dschat_lora.runtime.caller import Callback
 from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
-from dschat_lora.api.verbs import Audit as Audit
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
+from dschat_lora.addons.audit.python import Audit as Audit
 from dschat_lora.addons.loralib.deepspeed_chat import convert_linear_layer_to_lora as convert_linear_layer_to_lora
 from dschat_lora.addons.loralib.deepspeed_chat import convert_lora_to_linear_layer as convert_lora_to_linear_layer
 from dschat_lora.addons.loralib.deepspeed_chat import only_optimize_lora_parameters as only_optimize_lora_parameters
@@ -131,10 +131,10 @@ def sft(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
 
@@ -258,10 +258,10 @@ def sft(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def reward(
@@ -373,10 +373,10 @@ def reward(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
     num_padding_at_beginning: int = 1,
 ) -> Run:
     """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``.
@@ -482,10 +482,10 @@ def reward(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
         num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
     """
 
@@ -605,10 +605,10 @@ def dpo(
     train_vision: bool = False,
     vision_learning_rate: float | None = None,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     compute_fp32_loss: bool = True,
     lora_module_name: str | None = None,
+    enable_tensorboard: bool = False,
     num_padding_at_beginning: int = 1,
     offload_reference_model: bool = False,
 ) -> Run:
@@ -722,10 +722,10 @@ def dpo(
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
         vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
+        enable_tensorboard (bool): same as --report_to tensorboard
         num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
         offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference is never a second model
     """
@@ -735,7 +735,6 @@ def rlhf(
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: object = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -802,7 +801,6 @@ def rlhf(
     max_grad_norm: float = 1.0,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
-    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
@@ -817,6 +815,7 @@ def rlhf(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
+    environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -860,13 +859,6 @@ def rlhf(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
-    teacher_model_name_or_path: str | os.PathLike[str] | None = None,
-    teacher_bits: Literal[16, 4] | None = None,
-    teacher_system_prompt: str | None = None,
-    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
-    jsd_beta: float = 0.5,
-    distill_top_k: int = 0,
-    on_policy_share: float = 1.0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
@@ -879,14 +871,14 @@ def rlhf(
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
-    tensorboard_path: str | os.PathLike[str] | None = None,
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    tensorboard_path: str | os.PathLike[str] | None = None,
     base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -912,15 +904,22 @@ def rlhf(
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     rollouts_ahead: int = 0,
-    agent: str | Callable[..., Any] | None = None,
+    agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    teacher_model_name_or_path: str | os.PathLike[str] | None = None,
+    teacher_bits: Literal[16, 4] | None = None,
+    teacher_system_prompt: str | None = None,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
+    on_policy_share: float = 1.0,
+    parts: Any | Sequence[Any] = (),
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
     actor_dropout: float = 0.0,
@@ -938,6 +937,7 @@ def rlhf(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
 
@@ -950,9 +950,6 @@ def rlhf(
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, names such as ``"builtin:length=12"``, or objects with ``names`` that
             give a reward by each of them. With ``reward_weights`` each has a weight.
-        environment: function that answers the actor's turns, or a class whose objects do, each
-            through an episode, or a dict of classes by the rows' column ``environment``; or a
-            player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -1023,7 +1020,6 @@ def rlhf(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         per_device_generation_batch_size (int): responses generated at a time on a device
@@ -1038,17 +1034,18 @@ def rlhf(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
+        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or an environment, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
         clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
         soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; distill follows a teacher in the place of a reward; the others compare the responses to a prompt
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; grpo and its kin compare the responses to a prompt
         kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
         ppo_epochs (int): passes over the responses of an iteration
         kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
@@ -1081,13 +1078,6 @@ def rlhf(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
-        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1100,14 +1090,14 @@ def rlhf(
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
@@ -1133,15 +1123,22 @@ def rlhf(
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
-        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1159,6 +1156,7 @@ def rlhf(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def distill(
@@ -1232,7 +1230,6 @@ def distill(
     max_grad_norm: float = 1.0,
     enable_ema: bool = False,
     ema_decay: float = 0.992,
-    parts: Any | Sequence[Any] = (),
     only_optimize_lora: bool = True,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
@@ -1247,7 +1244,7 @@ def distill(
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
     stop_strings: str | Sequence[str] = (),
-    environment: str | Callable[..., Any] | None = None,
+    environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
     reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
@@ -1290,12 +1287,6 @@ def distill(
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
     unsup_coef: float = 27.8,
-    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
-    teacher_system_prompt: str | None = None,
-    on_policy_share: float = 1.0,
-    teacher_bits: Literal[16, 4] | None = None,
-    jsd_beta: float = 0.5,
-    distill_top_k: int = 0,
     dry_run: bool = False,
     verbose: bool = False,
     overwrite_output_dir: bool = False,
@@ -1308,14 +1299,14 @@ def distill(
     eval_interval: int = 0,
     eval_iters: int = 0,
     sample_generations: int = 2,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     eval_prompts: int = 64,
     report_to: Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']] = ('none',),
     logging_steps: int = 1,
-    tensorboard_path: str | os.PathLike[str] | None = None,
     log_rollouts: int = 128,
     print_answers: bool = False,
     print_answers_interval: int = 10,
+    tensorboard_path: str | os.PathLike[str] | None = None,
     base_bits: Literal[16, 4] | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -1330,6 +1321,12 @@ def distill(
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
     release_inference_cache: bool = False,
+    distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
+    teacher_system_prompt: str | None = None,
+    on_policy_share: float = 1.0,
+    teacher_bits: Literal[16, 4] | None = None,
+    jsd_beta: float = 0.5,
+    distill_top_k: int = 0,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
     vllm_command: str | None = None,
@@ -1337,15 +1334,15 @@ def distill(
     rollout_adapter_dir: str | os.PathLike[str] | None = None,
     rollout_timeout: float = 600.0,
     rollouts_ahead: int = 0,
-    agent: str | Callable[..., Any] | None = None,
+    agent: str | object | None = None,
     agent_command: str | None = None,
     agent_timeout: float = 600.0,
     agent_retries: int = 0,
     agent_max_calls: int = 100,
+    parts: Any | Sequence[Any] = (),
     guard: Literal['warn', 'stop', 'off'] = 'warn',
     kl_budget: float = 0.0,
     deepspeed: bool = False,
-    enable_tensorboard: bool = False,
     print_loss: bool = False,
     actor_lora_module_name: str | None = None,
     actor_dropout: float = 0.0,
@@ -1363,6 +1360,7 @@ def distill(
     inference_tp_size: int = 1,
     tp_gather_partition_size: int = 8,
     enable_mixed_precision_lora: bool = False,
+    enable_tensorboard: bool = False,
 ) -> Run:
     """Train a student on its own responses, each token of which a teacher scores.
 
@@ -1443,7 +1441,6 @@ def distill(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         per_device_generation_batch_size (int): responses generated at a time on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
@@ -1458,13 +1455,13 @@ def distill(
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
         stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | Callable[..., Any] | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
+        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
         reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or an environment, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of an environment, may take; 0: as many as it likes
+        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
+        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
         clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
         reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
         missing_eos_penalty (float): subtracted from the score of a response that was cut off
@@ -1501,12 +1498,6 @@ def distill(
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
         unsup_coef (float): weight of its loss per token beside the policy's
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
-        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         dry_run (bool): check everything but the weights, say what the run would do, and stop
         verbose (bool): with --dry_run: list all options
         overwrite_output_dir (bool): delete what an earlier run left in --output_dir
@@ -1519,14 +1510,14 @@ def distill(
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
         eval_iters (int): evaluation batches per device; 0: all
         sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | Callable[..., Any] | None): module:function that judges held-out responses at evaluations; never trained on
+        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
         eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
         report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
         logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
         print_answers (bool): show a response at every iteration
         print_answers_interval (int): iterations between shown responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
@@ -1541,6 +1532,12 @@ def distill(
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
+        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
+        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
+        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
+        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
         vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
@@ -1548,15 +1545,15 @@ def distill(
         rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
         rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
         rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
-        agent (str | Callable[..., Any] | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
+        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
         agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
         agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
         agent_retries (int): further attempts at an agent's episode that failed
         agent_max_calls (int): most answers in an episode of an agent
+        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
         guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
         kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
         deepspeed (bool): accepted from DeepSpeed; it is always used
-        enable_tensorboard (bool): same as --report_to tensorboard
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1574,6 +1571,7 @@ def distill(
         inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
+        enable_tensorboard (bool): same as --report_to tensorboard
     """
 
 def generate(
@@ -1655,7 +1653,7 @@ def evaluate(
     chat_template: str | None = None,
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     reward_model: Model | None = None,
-    judge_function: str | Callable[..., Any] | None = None,
+    judge_function: str | object | None = None,
     max_new_tokens: int = 128,
     limit: int = 0,
     tasks: str | Sequence[str] = (),
@@ -1686,7 +1684,7 @@ def evaluate(
         chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
         reward_model (Model | None): reward model that scores the model's own greedy answers to the prompts
-        judge_function (str | Callable[..., Any] | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
+        judge_function (str | object | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
         max_new_tokens (int): tokens of such an answer at most
         limit (int): rows to take at most, of each task too, the first ones; 0: all
         tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[evaluation]
@@ -1799,7 +1797,7 @@ def audit(
         train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
         train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
         show (int): samples to show, token by token, with what is supervised
-        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts for rlhf and distill
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts of step 3
         seed (int): of --data_split and --eval_ratio
         chat_template (str | None): file of a Jinja chat template, as in training
         trust_remote_code (bool): run tokenizer code of a hub repository

@@ -46,8 +46,6 @@ def path_of(verb: str) -> str:
     """
     if verb not in VERBS:
         return verb_path(verb)
-    if verb == "demo":
-        return "dschat_lora.api.demo:demo"
     return f"dschat_lora.commands.{'train' if verb in GROUPS['train'] else 'verbs'}:{verb}"
 
 

@@ -25,12 +25,14 @@ OUTSIDE = {
 # Add-ons of pages that had an address of their own.
 FORMER = {
     "chat_and_serve": "serving",
+    "distill": "distill",
     "loralib": "loralib",
     "nlg_gpt2": "nlg",
     "nlu_glue": "glue",
     "own_training_loop": "loralib",
     "pipeline": "pipeline",
     "python_primitives": "trainer",
+    "report": "report",
     "rollout_engines": "engines",
     "tinker": "tinker",
     "train_your_agent": "agents",

@@ -98,7 +98,7 @@ BROKEN = {
 WORDS = {
     "raises": "no such luck",
     "exits": "SystemExit",
-    "a command": "it has options of 'sfft', none of sft, reward, dpo, rlhf, distill, audit, "
+    "a command": "it has options of 'sfft', none of sft, reward, dpo, rlhf, "
     "generate or an add-on's verbs",
     "a list of verbs": "its verbs has ['count'], which is no Mapping",
     "a function itself": "<built-in function print> is not of the form module:object",

@@ -11,16 +11,25 @@ _PACKAGES = {
     "serving": "addons.serving",
     "tinker": "addons.tinker",
 }
-_SERVERS = "rl.draw.completions addons.engines.checks addons.engines.server_engine"
+_LIBRARIES = " ".join(
+    f"addons.environments.{name}" for name in ("gymnasium", "mcp", "openenv", "reasoning_gym")
+)
+_SERVERS = "addons.engines.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "algos.kto": "addons.kto.loss",
+    "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
-    "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs api.demo",
+    "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs "
+    "addons.report.verbs addons.inspect.verbs addons.audit.verbs addons.demo.demo",
+    "api.demo": "addons.demo.demo",
+    "api.demo_judge": "addons.demo.judge",
+    "api.notebook": "addons.report.notebook",
     "api.losses": "addons.trainer.losses",
     "api.sequences": "addons.trainer.sequences",
     "api.trainer": "addons.trainer.trainer",
     "api.trainer_build": "addons.trainer.build",
     "api.trainer_sampling": "addons.trainer.sampling",
+    "assets.calculator": "addons.environments.calculator",
     "checkpoint.gpt2_checkpoint": "addons.nlg.gpt2_checkpoint",
     "checkpoint.extract": "addons.loralib.extract",
     "checkpoint.lora_only": "addons.loralib.lora_only",
@@ -48,6 +57,7 @@ OLD_NAMES = {
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",
     "pipeline.hour_probes": "addons.planning.hour_probes",
+    "pipeline.judge": "addons.demo.judge",
     "pipeline.known_models": "addons.planning.known_models",
     "pipeline.plan": "addons.planning.plan",
     "pipeline.plan_report": "addons.planning.plan_report",
@@ -58,10 +68,24 @@ OLD_NAMES = {
     "addons.planning.verbs",
     "pipeline.tune": "addons.planning.tune",
     "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
-    "addons.evaluation.verbs addons.publish.verbs addons.loralib.verbs",
+    "addons.evaluation.verbs addons.report.verbs addons.inspect.verbs addons.audit.verbs "
+    "addons.publish.verbs addons.loralib.verbs",
+    **{
+        f"report.{name}": f"addons.report.{name}"
+        for name in ("curves", "html", "run_data", "sections", "verdict")
+    },
+    "report.markup": "report.texts addons.report.markup addons.audit.findings",
+    "report.rollouts": "report.rollout_file addons.report.rollouts",
+    "report.trackers": "addons.trackers.trackers",
     "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
+    "rl.config": "rl.options.config rl.options.names addons.distill.stage",
+    "rl.learn.served_teacher": "addons.distill.served_teacher",
+    "rl.learn.teacher": "addons.distill.teacher",
+    "rl.role_config": "rl.options.role_config addons.distill.options",
+    "rl.served_teacher": "addons.distill.served_teacher",
+    "rl.teacher": "addons.distill.teacher",
     "rl.agent_server": "addons.agents.agents",
     "rl.builtin_rewards": "addons.rewards.builtin rl.options.names",
     "rl.external_rewards": "addons.rewards.external",
@@ -73,6 +97,10 @@ OLD_NAMES = {
     "rl.watch.diagnostics": "addons.diagnostics.diagnostics rl.watch.metrics",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
+    "rl.draw.completions": "addons.engines.completions",
+    "rl.environment": "addons.environments.environment addons.environments.turn_tokens "
+    "addons.environments.players",
+    "rl.environment_adapters": _LIBRARIES,
     "rl.draw.engine_checks": "addons.engines.checks",
     "rl.draw.rollout_engines": "addons.engines.server_engine rl.draw.engine",
     "rl.draw.rollout_servers": _SERVERS,
@@ -85,6 +113,18 @@ OLD_NAMES = {
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
     "rl.play.conversations": "addons.agents.conversations",
+    "runtime.data_audit": "addons.audit.findings data.audit",
+    "runtime.describe": "addons.inspect.describe",
+    "rl.play.environment": "addons.environments.environment addons.environments.stateful",
+    "rl.play.environment_adapters": _LIBRARIES,
+    "rl.play.mcp_tools": "addons.environments.mcp",
+    "rl.play.players": "addons.environments.players",
+    "rl.play.stateful_environment": "addons.environments.stateful",
+    "rl.play.turn_tokens": "addons.environments.turn_tokens",
+    "rl.play.verifiers_environment": "addons.environments.verifiers",
+    "rl.response.turn_tokens": "addons.environments.turn_tokens",
+    "rl.stateful_environment": "addons.environments.stateful addons.environments.players",
+    "rl.verifiers_environment": "addons.environments.verifiers",
     "rl.draw.prompt_stream": "addons.streaming.prompts",
     "rl.prompt_stream": "addons.streaming.prompts rl.draw.source",
     "runtime.shared_stream": "addons.streaming.runs",

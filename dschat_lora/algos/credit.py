@@ -40,7 +40,7 @@ class Outcome:
     kl_coef: float  # weight of the divergence from the reference in the reward; 0: it is not there
     values: Tensor | None  # (N, R) of the critic, if there is one
     logprobs: Tensor | None  # (N, R) old ones of the policy; None: not known yet
-    ref_logprobs: Tensor  # (N, R) of the reference, or a teacher
+    ref_logprobs: Tensor  # (N, R) of the reference
 
     @cached_property
     def kl(self) -> Tensor:
@@ -111,8 +111,3 @@ def grpo(outcome: Outcome) -> Tensor:
 
 def dr_grpo(outcome: Outcome) -> Tensor:
     return dr_grpo_advantages(outcome.total, outcome.groups)
-
-
-def distill(outcome: Outcome) -> Tensor:
-    """Minus the sampled reverse KL at each token, and nothing of later ones: a discount of 0."""
-    return -outcome.divergence("k1")

@@ -18,6 +18,7 @@ from dschat_lora.config.parser import by_section
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.engines import known_engines
+from dschat_lora.rl.options.names import of_addons
 from dschat_lora.runtime.stage_main import late
 
 
@@ -39,17 +40,17 @@ OptionRow = tuple[str, str, object, str]  # name, type, default, help
 Paths = "str | os.PathLike[str]"
 _DATA = ("data_path", "eval_data_path", "sft_only_data_path", "against")
 _MODELS = ("model_name_or_path", "reward_model")
-_OBJECT = "str | Callable[..., Any] | None"
 # Options whose objects in Python are more than the text of the command line.
 _TYPES = {
-    "algorithm": f"Literal{[*ALGORITHMS]} | str | Callable[..., Any] | Algorithm",
+    "algorithm": (
+        f"Literal{[*ALGORITHMS, *of_addons('algorithm')]} | str | Callable[..., Any] | Algorithm"
+    ),
     "columns": "Sequence[str] | Mapping[str, str]",
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
-    "parts": "Any | Sequence[Any]",
     "rollout_engine": f"Literal{[n for n in known_engines() if n[-1] != ':']} | str | object",
 }
 
@@ -73,8 +74,10 @@ def with_options(
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
-            of_object = field.metadata["runs"] == "object" and name not in _TYPES
-            kind = _OBJECT if of_object else type_text(name, annotation)
+            kind = type_text(name, annotation)
+            if field.metadata["runs"] == "object" and name not in _TYPES:
+                many = value_shape(annotation)[2]
+                kind = "Any | Sequence[Any]" if many else "str | object | None"
             if default is None and not kind.endswith("None"):
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
@@ -128,7 +131,7 @@ def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack
     found, functions = {}, options_that_run(config_class, "object", "part")
     for name, value in values.items():
         if name in functions:
-            value = _functions(value, stack)
+            value = _functions(value, name, stack)
         elif name in _DATA:
             value = data_value(value, name.removesuffix("_path"), stack)
         elif name.endswith(_MODELS):
@@ -200,11 +203,11 @@ def _way_to_rows(data: object) -> str:
     return "; of lists by column datasets.Dataset.from_dict(data) makes rows"
 
 
-def _functions(value: Any, stack: ExitStack) -> Any:
+def _functions(value: Any, option: str, stack: ExitStack) -> Any:
     if isinstance(value, list | tuple):
-        return [_functions(each, stack) for each in value]
-    if isinstance(value, Mapping):  # environments by name
-        return stack.enter_context(held(value, "environments"))
+        return [_functions(each, option, stack) for each in value]
+    if isinstance(value, Mapping):  # several by name
+        return stack.enter_context(held(value, f"{option}s"))
     if value is None or isinstance(value, str):
         return value
     return stack.enter_context(held(value, function_name(value)))

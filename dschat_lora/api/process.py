@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dschat_lora.api.notebook import in_notebook
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.rendezvous import LAUNCHED, check_environment
 from dschat_lora.report.terminal import quiet as nothing_said
@@ -89,9 +88,8 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
     hush_libraries()
     try:
         check_environment()
-        if in_notebook():
-            # Libraries that are yet to be imported show no bar.
-            warnings.filterwarnings("ignore", "IProgress not found")
+        # Libraries that are imported in Jupyter, where its bars are missing, say so.
+        warnings.filterwarnings("ignore", "IProgress not found")
         failure_detection.join()
         with nothing_said(quiet):
             yield

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.api.notebook import run_html, shown_in_notebook
 from dschat_lora.api.options import Data, Model, Reward, option_values, reward_options, with_options
-from dschat_lora.api.process import on_first_process, only_run, run_in_process
+from dschat_lora.api.process import only_run, run_in_process
 from dschat_lora.api.verbs import Message, generate
 from dschat_lora.commands.stages import STAGES, check_as_verb
+from dschat_lora.config.addons import load as load_object
+from dschat_lora.config.addons import provided
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import read_object
-from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.run_data import read_run, read_runs
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.caller import Callback, Caller
 from dschat_lora.runtime.stage_main import late
 
 # Options that are arguments under a shorter name.
-_NAMED = (
+NAMED = (
     *("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path"),
     *("data_path", "eval_data_path", "resume_from_checkpoint"),
 )
@@ -90,15 +89,20 @@ class Run:
 
     def report(self) -> Path:
         """The page about the run, written anew, by the first process of a launch."""
-        path, title = self._home / "report.html", self._home.resolve().name
-        with run_in_process():
-            on_first_process(
-                lambda: write_report(path, render_report(title, read_runs([self._home]), {}))
-            )
+        if (write := _run_view("page")) is None:
+            raise ValueError("Run.report is of an add-on that is not installed")
+        path: Path = write(self._home)
         return path
 
-    def _repr_html_(self) -> str:
-        return run_html(read_run(self._home), status=self.status, path=self.path)
+    def _repr_html_(self) -> str | None:
+        show = _run_view("html")
+        return show and show(self._home, status=self.status, path=self.path)
+
+
+def _run_view(name: str) -> Callable[..., Any] | None:
+    """A way to show runs that an add-on provides: ``page``, ``html`` or ``live``."""
+    path = provided("run_view").get(name)
+    return None if path is None else load_object(path)
 
 
 def load(path: str | Path) -> Run:
@@ -116,7 +120,7 @@ def load(path: str | Path) -> Run:
     return Run(home.absolute() if home.exists() else home)
 
 
-@with_options(SupervisedConfig, *_NAMED)
+@with_options(SupervisedConfig, *NAMED)
 def sft(
     model: Model | None = None,
     data: Data | None = None,
@@ -152,11 +156,11 @@ def sft(
         ValueError: for a value, a file or a row that cannot be used, in the words of the command.
         KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved.
     """
-    common = _common(data, eval_data, output_dir, resume)
-    return _train("sft", {"model_name_or_path": model, **common}, options, callbacks, quiet)
+    common = common_options(data, eval_data, output_dir, resume)
+    return train("sft", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
 
-@with_options(RewardStageConfig, *_NAMED)
+@with_options(RewardStageConfig, *NAMED)
 def reward(
     model: Model | None = None,
     data: Data | None = None,
@@ -169,11 +173,11 @@ def reward(
     **options: Any,
 ) -> Run:
     """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``."""
-    common = _common(data, eval_data, output_dir, resume)
-    return _train("reward", {"model_name_or_path": model, **common}, options, callbacks, quiet)
+    common = common_options(data, eval_data, output_dir, resume)
+    return train("reward", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
 
-@with_options(DpoStageConfig, *_NAMED)
+@with_options(DpoStageConfig, *NAMED)
 def dpo(
     model: Model | None = None,
     data: Data | None = None,
@@ -186,17 +190,16 @@ def dpo(
     **options: Any,
 ) -> Run:
     """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of ``sft``."""
-    common = _common(data, eval_data, output_dir, resume)
-    return _train("dpo", {"model_name_or_path": model, **common}, options, callbacks, quiet)
+    common = common_options(data, eval_data, output_dir, resume)
+    return train("dpo", {"model_name_or_path": model, **common}, options, callbacks, quiet)
 
 
-@with_options(RlhfConfig, *_NAMED, "reward_function")
+@with_options(RlhfConfig, *NAMED, "reward_function")
 def rlhf(
     model: Model | None = None,
     data: Data | None = None,
     *,
     rewards: Reward | Sequence[Reward] = (),
-    environment: object = None,
     critic: Model | None = None,
     eval_data: Data | None = None,
     output_dir: str | os.PathLike[str] | None = None,
@@ -216,9 +219,6 @@ def rlhf(
             ``completions``), ``prompts`` and columns of the data, runs of ``reward``, paths of
             reward models, names such as ``"builtin:length=12"``, or objects with ``names`` that
             give a reward by each of them. With ``reward_weights`` each has a weight.
-        environment: function that answers the actor's turns, or a class whose objects do, each
-            through an episode, or a dict of classes by the rows' column ``environment``; or a
-            player, an object whose ``play(tasks, draw, *, key)`` makes the responses.
         critic: reward model from which the critic starts, and which scores too; by default the
             first reward model of ``rewards``, if any.
         eval_data: held-out prompts.
@@ -231,57 +231,15 @@ def rlhf(
     with ExitStack() as stack:
         named = {
             "actor_model_name_or_path": model,
-            "environment": environment,
-            **_common(data, eval_data, output_dir, resume),
+            **common_options(data, eval_data, output_dir, resume),
         }
         weights = options.pop("reward_weights", None)
         named |= reward_options(rewards, critic, weights, stack)
-        return _train("rlhf", named, options, callbacks, quiet)
+        return train("rlhf", named, options, callbacks, quiet)
 
 
-@with_options(DistillConfig, *_NAMED, "teacher_model_name_or_path", "algorithm", "reward_function")
-def distill(
-    model: Model | None = None,
-    data: Data | None = None,
-    *,
-    teacher: Model | None = None,
-    rewards: Reward | Sequence[Reward] = (),
-    eval_data: Data | None = None,
-    output_dir: str | os.PathLike[str] | None = None,
-    callbacks: Sequence[Callback] = (),
-    resume: str | os.PathLike[str] | None = None,
-    quiet: bool = False,
-    **options: Any,
-) -> Run:
-    """Train a student on its own responses, each token of which a teacher scores.
-
-    The other arguments are those of ``sft``; ``model`` is the student, ``data`` its prompts.
-
-    Args:
-        model: the student, as in ``sft``.
-        data: rows with prompts.
-        teacher: a model of the student's tokenizer, as ``model``; an adapter on the student's base
-            shares its weights. A server's address, such as ``http://127.0.0.1:8000/v1``, too. By
-            default the student as it was, with ``teacher_system_prompt``.
-        rewards: what measures responses, as in ``rlhf``; nothing is learnt from it.
-        eval_data: held-out prompts.
-        output_dir: as in ``sft``.
-        callbacks: as in ``sft``.
-        resume: as in ``sft``.
-        quiet: print nothing.
-        **options: those of ``dschat-lora distill --help all``, by their names.
-    """
-    with ExitStack() as stack:
-        named = {
-            "actor_model_name_or_path": model,
-            "teacher_model_name_or_path": teacher,
-            **_common(data, eval_data, output_dir, resume),
-            **reward_options(rewards, None, options.pop("reward_weights", None), stack),
-        }
-        return _train("distill", named, options, callbacks, quiet)
-
-
-def _common(data: Any, eval_data: Any, output_dir: Any, resume: Any) -> dict[str, Any]:
+def common_options(data: Any, eval_data: Any, output_dir: Any, resume: Any) -> dict[str, Any]:
+    """Options of every stage by their names."""
     return {
         "data_path": data,
         "eval_data_path": eval_data,
@@ -290,7 +248,7 @@ def _common(data: Any, eval_data: Any, output_dir: Any, resume: Any) -> dict[str
     }
 
 
-def _train(
+def train(
     stage: str,
     named: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -312,7 +270,8 @@ def _train(
         config: Any = build_config(config_class, options_in_python(config_class, values))
         stack.enter_context(only_run())
         stack.enter_context(run_in_process(quiet=quiet))
-        stack.enter_context(shown_in_notebook(stage, quiet=quiet))
+        if (shown := _run_view("live")) is not None:
+            stack.enter_context(shown(stage, quiet=quiet))
         config = check_as_verb(config, stage)
         caller = Caller(callbacks, in_python=True)
         path = late(STAGES[stage].program)(config, caller)

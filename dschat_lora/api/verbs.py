@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dschat_lora.api.options import Data, Model, option_values, with_options
+from dschat_lora.api.options import Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.addons import addon_options
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.config.options import build_config, nested_prefix, option_names, options_in_python
-from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.verbs import GenerateConfig, MergeConfig
-from dschat_lora.report.markup import safe
 from dschat_lora.runtime.stage_main import late
-from dschat_lora.runtime.validation import check_audit, check_generate
+from dschat_lora.runtime.validation import check_generate
 
 _OF_COMMANDS = ("output_path", "json", "html")
 # Of add-ons that write files in place of answers.
@@ -95,56 +93,6 @@ def merge(model: Model, output_dir: str | os.PathLike[str] | None = None, **opti
         directory: Path = late("runtime.merge:check_merge")(config)
         on_first_process(lambda: late("runtime.merge:merge_model")(config))
         return directory
-
-
-@dataclass(frozen=True)
-class Audit:
-    """What a stage would learn of data, and what is wrong with it.
-
-    Attributes:
-        counts: numbers of rows, samples and tokens by name.
-        samples: those asked for by ``show``: ``input_ids``, ``supervised`` and ``row``.
-        warnings: what is unlikely to be meant.
-        refusal: why a run would not take the data; None where it would.
-        text: all of it for a person.
-    """
-
-    counts: dict[str, Any]
-    samples: list[dict[str, Any]]
-    warnings: list[str]
-    refusal: str | None
-    text: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.text
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{safe(self.text)}</pre>"
-
-
-@with_options(AuditConfig, *_NAMED, "json", "html")
-def audit(data: Data | None = None, model: Model | None = None, **options: Any) -> Audit:
-    """What a stage would learn of data; nothing is trained.
-
-    Args:
-        data: rows, as in ``dschat_lora.sft``.
-        model: whose tokenizer and chat template read them.
-        **options: those of ``dschat-lora audit --help all`` by their names, such as
-            ``stage="reward"`` and ``show=3``.
-    """
-    with ExitStack() as stack:
-        values = {"model_name_or_path": model, "data_path": data}
-        config = config_of(AuditConfig, values, options, stack)
-        stack.enter_context(run_in_process())
-        found = late("runtime.data_audit:audit_data")(check_audit(config))
-        facts = found.to_dict()
-        return Audit(
-            found.counts,
-            facts["samples"],
-            facts["warnings"],
-            found.refusal,
-            "\n".join(found.lines()),
-        )
 
 
 def config_of(

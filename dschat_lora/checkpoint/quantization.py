@@ -9,54 +9,36 @@ FIELD = "quantization_config"  # of a model's configuration
 
 
 class StoredForm(Protocol):
-    """A form of weights beside a configuration, which ``stored_form`` of an add-on reads.
+    """Reads codes in the place of weights: of an add-on, by the ``quant_method`` of the files."""
 
-    It has the name of the ``quant_method`` of the files; bitsandbytes' that of its type.
-
-    Attributes:
-        words: what is read.
-        transformers_class: configuration by which transformers gives the values, if it does.
-    """
-
-    words: str
-    transformers_class: str
+    words: str  # what is read
+    transformers_class: str  # configuration by which transformers gives values; empty: none does
 
     def unknown(self, settings: Mapping[str, Any]) -> str:
         """What of the settings of the files cannot be read; empty where nothing is."""
-        ...
 
     def quantizer(self, settings: Mapping[str, Any], model: Any) -> Any:
         """The ``HfQuantizer`` by which transformers' rules of conversion give values."""
-        ...
 
 
 class BaseFile(Protocol):
-    """A base in one file, which ``base_file`` of an add-on reads, by the ending of its name.
-
-    Attributes:
-        kind: its name.
-        words: what is read. named: how it is named.
-    """
+    """Reads a base in one file: of an add-on, by the ending of its name."""
 
     kind: str
-    words: str
-    named: str
+    words: str  # what is read
+    named: str  # how it is named
 
     def base(self, name: str) -> str | None:
-        """The base that is named so, as it is recorded; None where there is none."""
-        ...
+        """The base of this name, as it is recorded; None where there is none."""
 
     def located(self, base: str) -> tuple[str, dict[str, str]]:
         """Where transformers finds it, and the argument that names the file."""
-        ...
 
     def check_installed(self) -> None:
         """Raise ImportError where a package lacks."""
-        ...
 
     def weights(self, model: Any, file: str) -> tuple[dict[str, Any], list[Any]]:
         """Tensors of the file, and the rules of conversion that make weights of them."""
-        ...
 
 
 def quantization(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Stage:
         return late(self.checks).load()
 
 
-STAGES = {
+STAGES: Mapping[str, Stage] = {
     "sft": Stage(
         "config.stages:SupervisedConfig",
         "runtime.validation:check_supervised",
@@ -84,17 +84,8 @@ STAGES = {
     --critic_model_name_or_path output/reward""",
         {"actor_model_name_or_path": ("sft", "dpo"), "critic_model_name_or_path": ("reward",)},
     ),
-    "distill": Stage(
-        "rl.options.config:DistillConfig",
-        "rl.loop.validation:check_rlhf",
-        "rl.loop.train:run_rlhf",
-        """examples:
-  dschat-lora distill --model_name_or_path output/sft \\
-    --teacher_model_name_or_path output/rlhf --data_path prompts.jsonl
-  dschat-lora distill --model_name_or_path Qwen/Qwen3-0.6B --data_path q.jsonl \\
-    --teacher_model_name_or_path Qwen/Qwen3-8B --teacher_bits 4""",
-        {"actor_model_name_or_path": ("sft", "dpo"), "teacher_model_name_or_path": ("rlhf",)},
-    ),
+    # Add-ons give the fields of a stage of theirs.
+    **{name: Stage(**load(path)) for name, path in provided("stage").items()},
 }
 
 

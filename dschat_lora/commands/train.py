@@ -6,8 +6,8 @@ from typing import Any
 
 from dschat_lora.commands.launch import launch_stage, split_launcher_options
 from dschat_lora.commands.stages import RANK, STAGES, check_as_verb, check_stage, options_of_file
+from dschat_lora.config.addons import summary_of
 from dschat_lora.config.options import parse_config, typed_options
-from dschat_lora.config.verb_names import VERBS
 from dschat_lora.runtime.stage_main import exits, late, prepare_process, run_main
 
 _PROCESSES = """
@@ -44,7 +44,7 @@ def stage(name: str, argv: list[str]) -> None:
     launcher, rest = split_launcher_options(argv)
     program = f"dschat-lora {name}"
     if launcher is None:
-        about, examples = f"{VERBS[name]}.", STAGES[name].examples + _PROCESSES
+        about, examples = f"{summary_of(name)}.", STAGES[name].examples + _PROCESSES
         run_stage(
             name,
             description=about,
@@ -60,7 +60,7 @@ def stage(name: str, argv: list[str]) -> None:
     launch_stage(name, launcher, rest)
 
 
-sft, reward, dpo, rlhf, distill = (partial(stage, name) for name in STAGES)
+sft, reward, dpo, rlhf = (partial(stage, name) for name in ("sft", "reward", "dpo", "rlhf"))
 
 
 def rank_of(argv: Sequence[str]) -> int:

@@ -10,23 +10,31 @@ class Names(NamedTuple):
     verbs: str = ""  # of dschat-lora
     functions: str = ""  # of dschat_lora in Python
     values: str = ""  # of options, as SEAM=NAME
+    seams: str = ""  # of its own, under which others may provide too
 
 
 # In the order of the help.
 ADDONS: Mapping[str, Names] = {
+    "demo": Names("demo"),
     "planning": Names("plan tune doctor models", "plan tune Plan Tuned"),
-    "pipeline": Names("pipeline"),
+    "pipeline": Names("pipeline recipes"),
     "evaluation": Names("eval score", "evaluate"),
     "serving": Names("chat serve"),
-    "audit": Names(),
+    "audit": Names("audit", "audit Audit"),
+    "report": Names("report rollouts"),
+    "inspect": Names("inspect accept"),
+    "trackers": Names(),
     "streaming": Names(),
     "kto": Names(values="answer_loss=kto"),
     "images": Names(),
+    "environments": Names(seams="environment"),
     "engines": Names(
         values="rollout_engine=transformers rollout_engine=vllm "
         "rollout_engine=http: rollout_engine=https:"
     ),
     "agents": Names(),
+    "distill": Names("distill", "distill", "algorithm=distill"),
+    "parts": Names(),
     "diagnostics": Names(),
     "rewards": Names(
         values="reward_function=builtin: reward_function=http:// reward_function=https://"

@@ -24,7 +24,6 @@ GROUP = "dschat_lora.addons"
 # What add-ons provide by names that options take, or under which the trunk looks for them.
 SEAMS = (
     "rollout_engine",
-    "environment",
     "reward_function",
     "reward_form",
     "algorithm",
@@ -35,10 +34,15 @@ SEAMS = (
     "media",
     "rest",
     "thumbnails",
+    "observer",
+    "run_view",
+    "reference",
+    "stage",
     "stored_form",
     "base_file",
     "base_distance",
     "advice",
+    *(seam for names in ADDONS.values() for seam in names.seams.split()),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.
@@ -157,7 +161,7 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
     for addon, own in ADDONS.items():
         pairs = (each.split("=") for each in own.values.split())
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
-            raise ValueError(f"{value} is of the add-on {addon}, which is not installed")
+            raise ValueError(f"--{seam} {value} is of the add-on {addon}, which is not installed")
     return ""
 
 
@@ -196,6 +200,13 @@ def verb_path(verb: str) -> str:
         ValueError: if the add-on, or one that it needs, is not installed.
     """
     return _path_of(verb, "verbs", f"dschat-lora {verb}")
+
+
+def summary_of(verb: str) -> str:
+    """What a verb of the package or an add-on does, in a line."""
+    if verb in VERBS:
+        return VERBS[verb]
+    return next(a.summaries[verb] for a in installed().values() if verb in a.summaries)
 
 
 def function_path(name: str) -> str:

@@ -74,7 +74,7 @@ class SourceConfig:
         "rows when absent",
     )
     data_output_path: str | None = option(
-        None, help="cache of tokenised data; default ~/.cache/dschat_lora"
+        None, help="cache of tokenised data; default ~/.cache/dschat_lora", runs="file"
     )
     overlong: Overlong = option(
         "split",

@@ -13,7 +13,6 @@ from dschat_lora.config.values import LOCAL_HOSTS
 from dschat_lora.config.when import no_effect
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
-TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
 Switch = bool | Literal["auto"]
 Rate = float | Literal["auto"]
 Scheduler = Literal[
@@ -529,16 +528,6 @@ class RunConfig:
         help="refuse a merge that moves the distribution by more (nats per token)",
         when="merge_adapter or not only_optimize_lora",
     )
-    report_to: tuple[TrackerName, ...] = option(
-        ("none",),
-        help="trackers that get the numbers of metrics.jsonl too\none or several; their own "
-        "variables, such as WANDB_MODE=offline, apply",
-        section=LOGGING,
-    )
-    enable_tensorboard: bool = classic(False, help="same as --report_to tensorboard")
-    tensorboard_path: str | None = option(
-        None, help="directory of TensorBoard files; default OUTPUT_DIR/tensorboard", section=LOGGING
-    )
     print_loss: bool = classic(False, help="print the loss at every optimizer step")
     distributed_timeout: float = option(
         120.0,
@@ -558,8 +547,6 @@ class RunConfig:
         require_numbers(self, ">= 0", *evaluation, *saving)
         require_numbers(self, ">= 1", "logging_steps")
         require_numbers(self, "> 0", "distributed_timeout")
-        if len(self.report_to) > 1 and "none" in self.report_to:
-            raise ValueError(f"--report_to {' '.join(self.report_to)}: none stands alone")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")
         require(self.output_dir != "", "output_dir", "", "a directory; . is the current one")
         if self.output_dir is not None and Path(self.output_dir).is_file():

@@ -68,6 +68,7 @@ def option(
     when: When = "",
     names: Sequence[str] = (),
     runs: str = "",
+    replaces: Sequence[str] = (),
 ) -> ValueT: ...
 
 
@@ -81,6 +82,7 @@ def option(
     when: When = "",
     names: Sequence[str] = (),
     runs: str = "",
+    replaces: Sequence[str] = (),
 ) -> object:
     """A dataclass field with a help line; every command-line option has one.
 
@@ -90,8 +92,10 @@ def option(
     of the default, which the help then shows in its place, unless a stage has a default of its own.
     ``names`` are values that the help of a command lists, where others are allowed too.
     ``runs`` is what a checkpoint, which may be somebody else's, does not choose: "code" of a
-    command or the like, "object" of the name of a user's object, which Python may give itself, and
-    "part" of the name of a part of the package or of such an object.
+    command or the like, "object" of the name of a user's object, which Python may give itself,
+    "part" of the name of a part of the package or of such an object, and "file" of a path outside
+    of the run that is written to. Where the option is typed, a checkpoint does not choose those
+    that it ``replaces`` either.
 
     ``when`` is the condition under which the option has an effect; where it does not hold a run
     says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
@@ -104,6 +108,7 @@ def option(
     """
     about: dict[str, object] = {"help": help, "section": section, "hint": hint}
     about |= {"settled": settled, "when": when, "names": tuple(names), "runs": runs}
+    about["replaces"] = tuple(replaces)
     return dataclasses.field(default=default, metadata=about)
 
 

@@ -23,7 +23,7 @@ PROCESSES = "memory and processes"
 # Sections in the order of need; what is of no section and what is of add-ons follows.
 SECTIONS = (
     *("actor", "critic and reward model", "model", "data", "filtering", "training", "LoRA"),
-    *("preferences", "rollouts", "rewards", "algorithm", "distillation"),
+    *("preferences", "rollouts", "rewards", "algorithm"),
     *("output and checkpoints", EVALUATION, LOGGING, PROCESSES),
 )
 # Options without a section.

@@ -1,4 +1,4 @@
-"""Options of the verbs that read models: merge, generate, inspect."""
+"""Options of the verbs that read models: merge and generate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,17 +114,6 @@ class GenerateConfig(ReadingConfig):
             )
 
 
-@dataclass(frozen=True)
-class InspectConfig:
-    """Say what a directory is: an adapter, a checkpoint, a run or a model, and how it came about.
-
-    Weights are not loaded. Exit code 1 where its files are not those of its manifest.
-    """
-
-    path: str = option(help="the directory; it may stand first, without the option")
-    json: bool = option(False, help="one JSON object on standard output")
-
-
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "merge": """examples:
@@ -135,7 +124,4 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
   dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
-    "inspect": """examples:
-  dschat-lora inspect output/sft
-  dschat-lora inspect output/sft/adapter --json""",
 }

@@ -50,6 +50,9 @@ def messages(config: Any) -> Iterator[tuple[str, str]]:
     of_stage = getattr(config, "when", {})
     for name, (field, _) in values.options.items():
         conditions = [of_stage[name]] if name in of_stage else field.metadata["when"]
+        if name in values.also_when:
+            more = values.also_when[name]
+            conditions = [f"{e} or {more}" if e and isinstance(e, str) else e for e in conditions]
         found = [values.message(name, c, field.metadata["prefix"]) for c in conditions if c]
         if found:
             yield name, next(filter(None, found), "")
@@ -61,6 +64,9 @@ class _Values:
     def __init__(self, config: Any) -> None:
         self.options = dict(option_fields(type(config)))
         self._groups = list(_groups(config))
+        self.also_when: dict[str, str] = {}  # of options of others, by a group that uses them
+        for _, each in self._groups:
+            self.also_when |= getattr(each, "also_when", {})
 
     def message(self, option: str, condition: When, prefix: str) -> str:
         """The message about an option under a condition; empty where that holds."""

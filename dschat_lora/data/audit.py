@@ -4,12 +4,21 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dschat_lora.config.addons import provided
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.collect import Collected
-from dschat_lora.data.rows import HEAD_ROWS
+from dschat_lora.data.rows import HEAD_ROWS, DataKind
 from dschat_lora.data.token_files import Tally, quantile
 
 MAX_SHOWN = 5  # bad rows that are quoted in the table
+# By stage: which --data_split, and what is made of rows.
+STAGES: dict[str, tuple[int, DataKind]] = {
+    "sft": (1, "samples"),
+    "reward": (2, "pairs"),
+    "dpo": (2, "pairs"),
+    "rlhf": (3, "prompts"),
+    **dict.fromkeys(provided("stage"), (3, "prompts")),
+}
 LENGTHS = tuple(2**power for power in range(6, 18))  # of the histogram, in tokens
 
 

@@ -25,8 +25,8 @@ RULE_WIDTH, RULE_ALPHA = 2000, 32.0
 WIDTH_EXPONENTS: Mapping[str, float] = {"llama": 0.781, "qwen": 0.0775}
 OTHER_EXPONENT = 0.5
 # Relative to SFT: what tinker-cookbook's recipes use, by the rule's rate for their models. RL 4e-5
-# on Llama-3.1-8B, distillation 1e-4 on Qwen3-8B, DPO 1e-5 on Llama-3.2-1B.
-STAGE_FACTORS: Mapping[str, float] = {"rlhf": 0.14, "distill": 0.21, "dpo": 0.02}
+# on Llama-3.1-8B, DPO 1e-5 on Llama-3.2-1B.
+STAGE_FACTORS: Mapping[str, float] = {"rlhf": 0.14, "dpo": 0.02}
 # Samples of a step from which on a larger batch is known to cost adapters more than all weights.
 # TRL's page on the same paper advises less than 32; tinker-cookbook's sweeps have 128.
 MOST_SAMPLES = 128
@@ -42,17 +42,19 @@ class RuledRates(NamedTuple):
     reason: str
 
 
-def ruled_rates(model_type: str, width: int, *, stage: str, lora: LoraConfig) -> RuledRates:
+def ruled_rates(
+    model_type: str, width: int, *, stage: str, lora: LoraConfig, factor: float | None = None
+) -> RuledRates:
     """Rates for a model of ``width`` hidden units, by its type, its ``stage`` and its adapter.
 
     Full fine-tuning: ``5e-5 (2000 / width)^p``, with p of the family; adapters 10 times as much,
     whatever their rank at the scale 32 / rank ("LoRA Without Regret"), and inversely to the scale:
     in Adam's first steps the update is the rate times the scale. Other stages than SFT and reward
-    models have a factor of their own.
+    models have a ``factor`` of their own.
     """
     family = next((name for name in WIDTH_EXPONENTS if name in model_type), None)
     exponent = WIDTH_EXPONENTS.get(family or "", OTHER_EXPONENT)
-    factor = STAGE_FACTORS.get(stage, 1.0)
+    factor = STAGE_FACTORS.get(stage, 1.0) if factor is None else factor
     base = FULL_FINE_TUNING_RATE * (RULE_WIDTH / width) ** exponent * factor
     words = f"5e-05 x (2000 / {width})^{exponent:g}, the exponent of {family or 'other families'}"
     words += f", x {factor:g} for {stage}" if factor != 1 else ""

@@ -277,7 +277,7 @@ class LinearHead(nn.Module):
         def of_chunk(hidden: Tensor, tokens: Tensor) -> T:
             if not self.plain:
                 return function(self.module(hidden), tokens)
-            logits = _whole_logits(hidden, self.weight, self.bias, self.split)
+            logits = whole_logits(hidden, self.weight, self.bias, self.split)
             return function(logits, tokens)
 
         chunks = zip(torch.split(hidden, self.rows), torch.split(tokens, self.rows), strict=True)
@@ -337,99 +337,6 @@ class PolicyHead(LinearHead):
         return token_logprobs(logits, tokens), token_entropy(logits)
 
 
-class _ChunkLogits:
-    """An output embedding whose parameters a module holds, and ZeRO 3 gathers once for all chunks.
-
-    Ranks have unlike numbers of chunks. A head that is not plain is called, chunk by chunk.
-    """
-
-    def __init__(self, owner: nn.Module, name: str, head: nn.Module) -> None:
-        self._owner, self._name, self._plain = owner, name, is_plain(head)
-        self._split: Split | None = head.split if isinstance(head, ParallelLinear) else None
-        if is_plain(head):
-            for each in ("weight", "bias"):
-                owner.register_parameter(f"{name}_{each}", head._parameters[each])
-        else:
-            owner.add_module(f"{name}_head", head)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """(N, V) logits after (N, H) hidden states, whole on every rank."""
-        if not self._plain:
-            logits: Tensor = getattr(self._owner, f"{self._name}_head")(hidden)
-            return logits
-        weight, bias = (getattr(self._owner, f"{self._name}_{each}") for each in ("weight", "bias"))
-        return _whole_logits(hidden, weight, bias, self._split)
-
-
-class DivergenceHead(nn.Module):
-    """The output embeddings of a student and a teacher, and how far their softmaxes differ.
-
-    Logits of both are formed for a chunk of positions at a time, and again for the gradient.
-    """
-
-    def __init__(
-        self,
-        student: PreTrainedModel,
-        teacher: PreTrainedModel,
-        *,
-        beta: float,
-        top_k: int = 0,
-        entropy_trains: bool = False,
-    ) -> None:
-        """Compare by :func:`~dschat_lora.algos.distillation.generalized_jsd` of this ``beta``.
-
-        With ``top_k`` tokens are told apart as by
-        :func:`~dschat_lora.algos.distillation.with_one_rest`.
-        """
-        super().__init__()
-        self.beta, self.top_k, self.entropy_trains = beta, top_k, entropy_trains
-        sizes = [model.config.vocab_size for model in (student, teacher)]
-        self.student = _ChunkLogits(self, "student", student.get_output_embeddings())
-        self.teacher = _ChunkLogits(self, "teacher", teacher.get_output_embeddings())
-        self.vocab_size, self.rows = min(sizes), max(1, MAX_CHUNK_LOGITS // max(sizes))
-
-    def forward(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        tokens: Tensor,
-        temperature: float,
-        *,
-        are_logits: tuple[bool, bool] = (False, False),
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(N,) log-probabilities and entropies of the student, and divergences from the teacher.
-
-        All are fp32, in nats, of logits over ``temperature``, over the smaller vocabulary.
-        ``student`` and ``teacher`` are their (N, H) hidden states, or (N, V) logits where
-        ``are_logits`` says so, and ``tokens`` the (N,) next ones.
-        """
-        from dschat_lora.algos.distillation import generalized_jsd, with_one_rest
-
-        def of_chunk(own: Tensor, other: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            own, other = (
-                (states if done else head(states))[:, : self.vocab_size].float() / temperature
-                for states, done, head in zip(
-                    (own, other), are_logits, (self.student, self.teacher), strict=True
-                )
-            )
-            table = own.log_softmax(-1)
-            with torch.set_grad_enabled(self.entropy_trains and torch.is_grad_enabled()):
-                entropies = token_entropy(own)
-            if self.top_k:
-                few = with_one_rest(table, other.log_softmax(-1), top_k=self.top_k)
-                divergences = generalized_jsd(*few, beta=self.beta)
-            else:  # no name keeps a table of the size of the logits
-                divergences = generalized_jsd(table, other.log_softmax(-1), beta=self.beta)
-            return table.gather(1, tokens[:, None]).squeeze(1), entropies, divergences
-
-        parts = (torch.split(each, self.rows) for each in (student, teacher, tokens))
-        chunks = [
-            checkpoint(of_chunk, *each, use_reentrant=False) for each in zip(*parts, strict=True)
-        ]
-        logprobs, entropies, divergences = map(torch.cat, zip(*chunks, strict=True))
-        return logprobs, entropies, divergences
-
-
 def is_plain(head: nn.Module) -> TypeGuard[nn.Linear | ParallelLinear]:
     """Whether logits are a product with the head's own weight, which is not called for it."""
     return type(head) in (nn.Linear, ParallelLinear)
@@ -449,7 +356,7 @@ def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
     split = head.split if isinstance(head, ParallelLinear) else None
     module: nn.Module = head
     before = vars(module).get("forward")
-    module.forward = lambda x: _whole_logits(x, head.weight, head.bias, split)
+    module.forward = lambda x: whole_logits(x, head.weight, head.bias, split)
     try:
         yield
     finally:
@@ -458,7 +365,7 @@ def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
             module.forward = before
 
 
-def _whole_logits(
+def whole_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, split: Split | None
 ) -> Tensor:
     """(..., V) logits of (..., H) hidden states, of a divided head all of them on every rank."""

@@ -1,4 +1,4 @@
-"""Log of a run: metrics.jsonl, trackers, and the terminal."""
+"""Log of a run: metrics.jsonl, what gets its numbers too, and the terminal."""
 
 import errno
 import json
@@ -8,16 +8,46 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from dschat_lora.config.files import named, naming
 from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
 from dschat_lora.report.terminal import RemainingTime, current_viewer, is_quiet, silence, wrapped
-from dschat_lora.report.trackers import Tracker, numbers_of
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+
+class Sink(Protocol):
+    """Receives the lines of a run as they are written; on the first rank alone."""
+
+    def begin(self, lines: Sequence[bytes], *, first: int) -> None:
+        """Open, or open again, after ``lines`` of metrics.jsonl; steps from ``first`` are redone.
+
+        Raises:
+            ValueError: if it cannot be used.
+        """
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add the numbers of a line, by name."""
+
+    def flush(self) -> None:
+        """Have what was added written."""
+
+    def close(self) -> None:
+        """End the run in the sink."""
+
+
+def numbers_of(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line by their names elsewhere, such as ``train/loss``; none of events."""
+    if kind == "event":
+        return {}
+    return {
+        f"{kind}/{name}": value
+        for name, value in fields.items()
+        if isinstance(value, int | float) and name not in ("kind", "step", "time")
+    }
 
 
 class RunLog:
@@ -33,23 +63,23 @@ class RunLog:
         output_dir: Path | None,
         *,
         active: bool,
-        trackers: Sequence[Tracker] = (),
+        sinks: Sequence[Sink] = (),
         earlier: bool = False,
     ) -> None:
         """Open the files of a run; without ``output_dir`` messages are printed, in 80 columns.
 
         ``active`` says whether this rank writes, ``earlier`` to keep earlier lines for
-        :meth:`rewind` instead of emptying the file. ``trackers`` get the numbers of every line.
+        :meth:`rewind` instead of emptying the file. ``sinks`` get the numbers of every line.
 
         Raises:
-            ValueError: if another process writes to the same directory, or a tracker cannot begin.
+            ValueError: if another process writes to the same directory, or a sink cannot begin.
         """
         self._start = time.monotonic()
         self._active = active
         #: who shows the run in the place of the standard output; whether nothing is printed
         self._viewer, self._is_quiet = current_viewer(), is_quiet()
         self._file: TextIO | None = None
-        self._trackers = trackers if active else ()
+        self._sinks = sinks if active else ()
         self._bar: tqdm[Any] | None = None
         self._remaining: RemainingTime | None = None
         self._num_lines = 0
@@ -79,7 +109,7 @@ class RunLog:
     ) -> None:
         """Go on after the first ``num_lines`` lines, ``seconds`` into the run, after ``step``.
 
-        Trackers go on after the lines that stay. ``num_lines`` and ``seconds`` are those
+        Sinks go on after the lines that stay. ``num_lines`` and ``seconds`` are those
         of :attr:`position`; ``source`` is a log of another run, from which lines are copied.
         """
         self._start = time.monotonic() - seconds
@@ -96,8 +126,8 @@ class RunLog:
                 f"  note         metrics.jsonl held {self._num_lines} of {num_lines} lines: those "
                 "between are lost"
             )
-        for tracker in self._trackers:
-            tracker.begin(lines, first=step if source is None else 0)
+        for sink in self._sinks:
+            sink.begin(lines, first=step if source is None else 0)
 
     def expect(self, total_steps: int, done: int = 0) -> None:
         """Show how far the run is: by a bar on a terminal, elsewhere by a line a minute."""
@@ -122,8 +152,8 @@ class RunLog:
             self._file.flush()
             self._num_lines += 1
             _check_in_place(self._file)
-            for tracker in self._trackers:
-                tracker.add(step, numbers_of(kind, fields))
+            for sink in self._sinks:
+                sink.add(step, numbers_of(kind, fields))
         except OSError as error:
             self.failure = named(error, Path(self._file.name))
         if self._viewer is not None:
@@ -151,8 +181,8 @@ class RunLog:
         if self._file is None:
             return
         with naming(Path(self._file.name)):
-            for tracker in self._trackers:
-                tracker.flush()
+            for sink in self._sinks:
+                sink.flush()
             os.fsync(self._file.fileno())
             _check_in_place(self._file)
 
@@ -202,7 +232,7 @@ class RunLog:
         """Close files and the bar."""
         if self._bar is not None:
             self._bar.close()
-        for closable in (*self._trackers, self._file):
+        for closable in (*self._sinks, self._file):
             try:
                 if closable is not None:
                     closable.close()

@@ -1,8 +1,8 @@
-"""The one who starts a run, and what the run is to do for them besides its options."""
+"""Who starts a run and who follows it, and what it does for them besides its options."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 # Told of a line of metrics.jsonl: its kind, its step and all its fields. "stop" ends the run.
 Callback = Callable[[str, int, dict[str, Any]], object]
@@ -19,3 +19,16 @@ class Caller:
 
 
 NOBODY = Caller()
+
+
+class Observer(Protocol):
+    """Follows a run on rank 0; add-ons provide what makes one of its directory and its log."""
+
+    #: said when the run ends: what it leaves
+    words: str
+
+    def __call__(self, event: str, step: int, metrics: Mapping[str, Any]) -> object:
+        """Take a line of metrics.jsonl, as a :data:`Callback` does."""
+
+    def end(self, *, quiet: bool = False) -> None:
+        """Take that the record says how the run ended; ``quiet`` after a failure that is told."""

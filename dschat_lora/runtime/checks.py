@@ -338,24 +338,6 @@ def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
         )
 
 
-def with_trackers(config: StageT, _: object) -> StageT:
-    """``--report_to`` with DeepSpeed-Chat's spelling folded in; its packages must be there."""
-    run = config.run
-    names = dict.fromkeys(name for name in run.report_to if name != "none")
-    if run.enable_tensorboard or run.tensorboard_path:
-        names["tensorboard"] = None
-    for name in names:
-        found = importlib.util.find_spec(name)
-        # Without an origin it is a directory of that name, such as the one wandb writes.
-        if found is None or found.origin is None:
-            typed = f"--report_to {name}" if name in run.report_to else "--enable_tensorboard"
-            raise ValueError(f"{typed} needs a package: pip install 'dschat_lora[{name}]'")
-    board = "tensorboard" in names
-    return replace(
-        config, run=replace(run, report_to=tuple(names) or ("none",), enable_tensorboard=board)
-    )
-
-
 def note_without_effect(config: StageConfig) -> None:
     """Log a note on each option that was given and changes nothing; the first rank alone."""
     for message in without_effect(config):

@@ -21,7 +21,6 @@ from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.source import ModelSource
-from dschat_lora.report.html import FILE
 from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.run import OpenRun
 
@@ -101,14 +100,17 @@ _ON_CARD = (
     *("learning_rate", "lora_learning_rate", "weight_decay", "lr_scheduler_type"),
     *("num_warmup_steps", "num_train_epochs", "max_steps", "per_device_train_batch_size"),
     *("per_device_training_batch_size", "gradient_accumulation_steps", "max_seq_len"),
-    *("loss_type", "beta", "algorithm", "teacher_model_name_or_path", "kl_coef", "seed"),
+    *("loss_type", "beta", "algorithm", "reference", "kl_coef", "seed"),
 )
 
 
 def card_settings(config: StageConfig, *, prefix: str = "") -> dict[str, Any]:
     """How a run trained one of its models, whose own options begin with ``prefix``."""
     values = flatten(config)
-    stated = {name: values.get(prefix + name, values.get(name)) for name in _ON_CARD}
+    own = getattr(config, "reference", None)
+    reference = "" if own is None else f"{own.role}_model_name_or_path"
+    names = [reference if name == "reference" else name for name in _ON_CARD]
+    stated = {name: values.get(prefix + name, values.get(name)) for name in names}
     optim = config.optim
     if isinstance(optim, OptimConfig):
         stated["lora_learning_rate"] = adapter_learning_rate(optim)
@@ -147,8 +149,8 @@ def say_next_steps(run: OpenRun[StageConfig], *, has_pairs: bool = False) -> Non
         run.log.say("next:")
     for command in commands:
         run.log.say(f"  {command}")
-    if run.report is not None:
-        run.log.say(f"report: {run.directory / FILE} (open it in a browser)")
+    for each in run.observers:
+        run.log.say(each.words)
 
 
 def next_commands(
@@ -170,9 +172,10 @@ def next_commands(
             typed("chat", named or "base", reward=home),
             typed("rlhf", **actor, critic_model_name_or_path=home, **rows),
         ]
-    if stage not in ("sft", "dpo", "rlhf", "distill"):
+    has_actor = _ACTOR in values
+    if not (has_actor or stage in ("sft", "dpo")):
         return []
-    trained = directory / "actor" if stage in ("rlhf", "distill") else directory
+    trained = directory / "actor" if has_actor else directory
     commands = [typed("chat", home)]
     if stage == "sft" and has_pairs:
         length = {"max_seq_len": values["max_seq_len"]} if "max_seq_len" in config.given else {}

@@ -28,6 +28,7 @@ from dschat_lora.config.options import (
     build_config,
     command_line,
     flatten,
+    option_fields,
     option_names,
     options_of,
     options_that_run,
@@ -82,15 +83,11 @@ _OF_THE_PROCESS = (
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "accept_changed_data"),
     *("dry_run", "verbose", "deepspeed"),
 )
-# What writes outside the run, which a checkpoint, perhaps somebody else's, does not decide.
-_WRITES_ELSEWHERE = ("tensorboard_path", "data_output_path")
 # Of these, one that is typed does away with the others.
 _RIVALS = (
     {"lora_learning_rate", "lora_lr_multiplier"},
     {"zero_stage", "deepspeed_config"},
     {"offload", "deepspeed_config"},
-    {"report_to", "enable_tensorboard"},
-    {"report_to", "tensorboard_path"},
     {
         *("data_dir", "train_file", "validation_file", "validation_mismatched_file"),
         *("test_file", "test_mismatched_file"),
@@ -119,7 +116,6 @@ _IDENTITY = {
     "critic": "the reward model",
     "text": "the pretraining text",
     "answers": "the answers of the data",
-    "teacher": "the teacher",
     "streams": "how random numbers are drawn",
 }
 # What --accept_changed_data lets differ.
@@ -200,11 +196,10 @@ def check_identity(
         # The weights are then of another type too, which says nothing of the model.
         then, now = ({**each, "model": None, "rest": None} for each in (then, now))
     differences = {}
-    for name in _IDENTITY:
-        before, value = then.get(name), now.get(name)
-        words = _difference(before, value)
+    for name in (*_IDENTITY, *sorted({*then, *now} - {*_IDENTITY})):
+        words = _difference(then.get(name), now.get(name))
         if words is not None:
-            differences[name] = f"{_IDENTITY[name]} {words}"
+            differences[name] = f"{_IDENTITY.get(name, f'the {name}')} {words}"
     if accepts_changed_data:
         for name in differences.keys() & _OF_DATA:
             say_once(f"  note         accepted as it is: {differences.pop(name)}")
@@ -394,7 +389,8 @@ def _inherited(
             f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
             "that a checkpoint may not choose; if you trust it, type it again"
         )
-    elsewhere = [name for name in _WRITES_ELSEWHERE if then.get(name) and name not in now]
+    files = options_that_run(config_class, "file")
+    elsewhere = [name for name in files if then.get(name) and name not in now]
     if elsewhere:
         say_once(
             f"  note         not taken over from the checkpoint, as it reaches outside the run: "
@@ -407,9 +403,9 @@ def _inherited(
                 f"--resume_from_checkpoint {path} was made with --{name} {file}, by which "
                 f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
             )
-    replaced = {
-        name for rivals in _RIVALS for name in rivals if name not in now and rivals & now.keys()
-    }
+    replaced = {name for rivals in _RIVALS for name in rivals if rivals & now.keys()}
+    typed = (field for name, (field, _) in option_fields(config_class) if name in now)
+    replaced = replaced.union(*(field.metadata["replaces"] for field in typed)) - now.keys()
     refused = {*options_that_run(config_class, "code", "object"), *elsewhere}
     known = {*option_names(config_class)}
     owner = state.get("addons")  # which older checkpoints lack

@@ -14,7 +14,7 @@ import torch
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.config.addons import through_addons
+from dschat_lora.config.addons import groups_of, load, provided, through_addons
 from dschat_lora.config.options import build_config, command_line, flatten, typed_options
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.staging import occupied
@@ -29,12 +29,10 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.engine.process_group import init_distributed, shutdown
-from dschat_lora.report.html import LiveReport
-from dschat_lora.report.log import RunLog
+from dschat_lora.report.log import RunLog, Sink
 from dschat_lora.report.record import RunRecord, environment
 from dschat_lora.report.terminal import error_message
-from dschat_lora.report.trackers import Tracker, make_trackers
-from dschat_lora.runtime.caller import NOBODY, Caller
+from dschat_lora.runtime.caller import NOBODY, Caller, Observer
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import goes_on_in_place, options_with_code
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
@@ -65,11 +63,16 @@ class OpenRun(Generic[ConfigT_co]):
     directory: Path | None  # None for a dry run
     log: RunLog
     record: RunRecord
-    report: LiveReport | None = None  # of rank 0
+    observers: Sequence[Observer] = ()  # of rank 0
     caller: Caller = NOBODY
     interrupts: Interrupts = field(default_factory=Interrupts)
     # what has to happen, or to be said, before the log is closed
     closing: ExitStack = field(default_factory=ExitStack)
+
+    def tell_end(self, *, quiet: bool = False) -> None:
+        """Tell the observers that the record says how the run ended."""
+        for each in self.observers:
+            each.end(quiet=quiet)
 
 
 @dataclass
@@ -102,22 +105,18 @@ def open_run(
         form_context(config.parallel.context_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
         earlier = goes_on_in_place(config)
-        directory, trackers = None, list[Tracker]()
+        directory, sinks = None, list[Sink]()
         if not config.run.dry_run:
             directory = claim_together(ending, config, name, temporary=caller.in_python)
-            trackers = make_trackers(
-                config.run.report_to,
-                directory,
-                flatten(config),
-                tensorboard=config.run.tensorboard_path,
-            )
+            for own in groups_of(config, "sinks"):
+                sinks += own.sinks(directory, flatten(config))
         with open_files(
             config,
             directory,
             ending,
             name=name,
             earlier=earlier,
-            trackers=trackers,
+            sinks=sinks,
             caller=caller,
         ) as run:
             if note is not None:
@@ -172,7 +171,7 @@ def open_files(
     *,
     name: str,
     earlier: bool,
-    trackers: Sequence[Tracker] = (),
+    sinks: Sequence[Sink] = (),
     caller: Caller = NOBODY,
 ) -> Iterator[OpenRun[ConfigT]]:
     """Open the log and the record, which says at the end that the run is finished.
@@ -189,9 +188,7 @@ def open_files(
         remedy="start all processes with the same options",
     )
     active = rank() == 0
-    opened = on_rank_zero(
-        lambda: RunLog(directory, active=True, trackers=trackers, earlier=earlier)
-    )
+    opened = on_rank_zero(lambda: RunLog(directory, active=True, sinks=sinks, earlier=earlier))
     with opened or RunLog(None, active=False) as log:
         record = RunRecord(
             directory or Path(), active=active and directory is not None, earlier=earlier
@@ -202,20 +199,18 @@ def open_files(
             passing = caller.in_python and flatten(config).get("output_dir") is None
             hint = " (temporary, until Python ends; output_dir= keeps it)" if passing else ""
             log.say(f"output: {directory}{hint}")
-        report = None
-        log.callbacks = caller.callbacks
+        observers: list[Observer] = []
         if active and directory is not None:
-            report = LiveReport(directory, log)
-            log.callbacks = (report, *log.callbacks)
-        run = ending.run = OpenRun(name, config, directory, log, record, report, caller)
+            observers = [load(path)(directory, log) for path in provided("observer").values()]
+        log.callbacks = (*observers, *caller.callbacks)
+        run = ending.run = OpenRun(name, config, directory, log, record, observers, caller)
         failure_detection.on_loss(lambda words: _recovery_message(run, words))
         with run.closing:
             yield run
         on_rank_zero(log.sync)
     record.update({"status": "finished"})
     on_rank_zero(record.check)
-    if report is not None:
-        report.write()
+    run.tell_end()
 
 
 @contextmanager
@@ -245,8 +240,8 @@ def _recorded(ending: Ending) -> Iterator[Ending]:
             mistake = mistake or (isinstance(error, SystemExit) and error.code == 2)
             if ending.directory is not None and mistake:
                 ending.directory.abandon()
-        if run is not None and run.report is not None and run.record.is_open and run.log.has_lines:
-            run.report.write(quiet=True)  # another run's page stays
+        if run is not None and run.record.is_open and run.log.has_lines:
+            run.tell_end(quiet=True)  # another run's files stay
         if isinstance(error, Stopped) or world_size() == 1:
             _leave_group(error)
         if isinstance(error, Stopped) and not error.code:

@@ -384,19 +384,16 @@ def shard_model(model: nn.Module, settings: EngineSettings) -> None:
     shard_from_rank_zero(model, settings.deepspeed(3, native))
 
 
-_OF_ROLE = (" of the actor", " of the critic", " of the teacher")
-
-
-def check_same_models(*sources: ModelSource | None) -> None:
-    """Refuse hosts whose models are not rank 0's; call on every rank."""
+def check_same_models(sources: Mapping[str, ModelSource]) -> None:
+    """Refuse hosts whose models, by role, are not rank 0's; call on every rank."""
 
     def fingerprints() -> dict[str, str]:
         found = {}
-        for number, source in enumerate(sources):
-            name = "" if len(sources) == 1 else _OF_ROLE[number]
+        for role, source in sources.items():
             for part in ("base", "adapter"):
-                path = getattr(source, part, None) if local_rank() == 0 else None
-                found[f"the {part}{name}"] = "" if path is None else file_fingerprint(path)
+                path = getattr(source, part) if local_rank() == 0 else None
+                name = f"the {part}{role and f' of the {role}'}"
+                found[name] = "" if path is None else file_fingerprint(path)
         return found
 
     check_same(fingerprints, remedy="give all hosts the same files")

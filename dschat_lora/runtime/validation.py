@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import parse_rope_scaling
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
     LOSSES_OF_OPTION,
     SIMPO_BETA,
-    AuditConfig,
     DpoConfig,
     DpoStageConfig,
     SupervisedConfig,
@@ -54,7 +52,6 @@ from dschat_lora.runtime.checks import (
     resolve_stage,
     settled_base_bits,
     with_bundled,
-    with_trackers,
 )
 from dschat_lora.runtime.directory import (
     check_file_can_be_made,
@@ -113,8 +110,7 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
             check_bundled_data_fits(source, stage=rules.name)
         config = through_addons(config, "before_data")
         check_data(config, rules, source)
-        config = with_trackers(with_recomputation(with_deepspeed_json(config)), None)
-        config = through_addons(config, "check")
+        config = through_addons(with_recomputation(with_deepspeed_json(config)), "check")
         check_output_dir(config, None)
         check_source_is_kept(config.run, source)
         announce(config, source, bundled=bundled)
@@ -154,22 +150,6 @@ def check_generate(config: GenerateConfig) -> None:
     through_addons(config, "check")
     if config.output_path is not None:
         check_file_can_be_made(config.output_path, "output_path")
-
-
-def check_audit(config: AuditConfig) -> AuditConfig:
-    """The config with the bundled data where no data is named; refuses what cannot be found."""
-    find_model(config.model_name_or_path)
-    if config.chat_template is not None:
-        read_chat_template(config.chat_template)
-    if config.html is not None:
-        check_file_can_be_made(config.html, "html")
-    data = config.data
-    if not (data.data_path or data.sft_only_data_path):
-        data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
-    config = through_addons(replace(config, data=data), "before_data")
-    check_sources(replace(config.data, bad_rows="skip"))
-    through_addons(config, "check")
-    return config
 
 
 def with_bundled_data(config: ConfigT) -> ConfigT:

@@ -102,7 +102,7 @@ def set_up(
     for own in groups_of(config, "before_models"):
         own.before_models()
     source = find_model(config.model.model_name_or_path)
-    check_same_models(source)
+    check_same_models({"": source})
     group = tensor_group(config.parallel)
     check_targets(
         source,

@@ -13,7 +13,18 @@ FORMER = {
     "api.command_lines": (
         "run_stage stage run_nlg run_glue launched plan tune audit merge generate evaluate demo"
     ),
+    "api.demo": (
+        "SFT_OPTIONS REWARD_OPTIONS PPO_OPTIONS NAMES run_demo stage_options judgement_rows demo"
+    ),
+    "api.demo_judge": (
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement evaluate_by_rule "
+        "judge_model rule_scores perplexity accuracy_by_flaw"
+    ),
     "api.losses": "Tables TokenLoss OPTIONS Loss make_loss counted",
+    "api.notebook": (
+        "TRAIN_METRICS Points in_notebook shown_in_notebook NotebookView box items table "
+        "eval_table point curve_html run_html"
+    ),
     "api.sequences": (
         "Numbers TokenSequence SequenceBatch check_sequences check_tokens make_batches make_batch"
     ),
@@ -23,6 +34,7 @@ FORMER = {
         "save_state load_state"
     ),
     "api.trainer_sampling": "Prompt Key Sample draw make_sampling check_fits make_seeds",
+    "assets.calculator": "questions dialogues calculate is_right",
     "checkpoint.gpt2_checkpoint": "Gpt2Checkpoint read_gpt2_checkpoint load_base",
     "checkpoint.extract": (
         "extract write_trained read_checkpoint compare_base is_head empty_classifier"
@@ -158,6 +170,10 @@ FORMER = {
         "measurements"
     ),
     "pipeline.hour_probes": "NO_ROOM main machine graphs weights",
+    "pipeline.judge": (
+        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement evaluate_by_rule "
+        "judge_model rule_scores perplexity accuracy_by_flaw"
+    ),
     "pipeline.known_models": "show_model model_facts",
     "pipeline.plan": (
         "BANDWIDTH_SHARE RoleMemory StageMemory StepTime Seconds NoTokenizer StagePlan "
@@ -187,6 +203,25 @@ FORMER = {
         "ConfigT pipeline doctor report rollouts models inspect score push export "
         "extract accept parsed_config"
     ),
+    "report.curves": "METRICS Metric Curve Chart charts_of standard_error chart_data thin",
+    "report.html": "FILE LiveReport render_report page render write_whole",
+    "report.markup": (
+        "HUGE safe without_controls number amount short duration operations value_text "
+        "visible sample_text sample_html histogram"
+    ),
+    "report.rollouts": (
+        "Rollout FILE MOST_UNPACKED open_rollouts as_member read_rollouts RolloutQuery "
+        "show_rollouts select_rollouts summary_text rollout_text"
+    ),
+    "report.run_data": "MOST_METRICS PHASES OTHER RunData read_runs read_run read_metrics",
+    "report.sections": (
+        "results settings differences data_rows source_rows length_rows bad_rows answers "
+        "rollout_data"
+    ),
+    "report.trackers": "TRACKERS_FILE PROJECT TensorBoard RunTracker",
+    "report.verdict": (
+        "TITLES WORDS Change title_of outcome_of what_was_trained changes_of cost doubts"
+    ),
     "rl.builtin_rewards": (
         "PREFIX BuiltinReward builtin_function is_remote exact_match regex number_equals length "
         "json_valid json_schema math_equal format_tags repetition_penalty soft_overlong ifeval "
@@ -207,10 +242,32 @@ FORMER = {
     ),
     "rl.advice": "FullWhileDecodingError FullAfterReleaseError memory_advice",
     "rl.agent_server": "HOST AgentServer",
+    "algos.distillation": "generalized_jsd with_one_rest",
+    "rl.config": "DistillConfig",
+    "rl.learn.served_teacher": "PROBE TeacherError ServedTeacher open_teacher",
+    "rl.learn.teacher": "TeacherPrompts Teacher load_teacher answer_of",
+    "rl.role_config": "DistillLoss TeacherConfig",
+    "rl.served_teacher": (
+        "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
+    ),
+    "rl.teacher": "TeacherPrompts answer_of",
     "rl.agents": (
         "PATIENCE QUIET OVER AgentFailedError AgentLimits Episode Call AgentModel Agents"
     ),
     "rl.conversations": "Conversation PromptTokens Conversations",
+    "rl.draw.completions": "CompletionPool CompletionServer ServerError read_answer",
+    "rl.environment": "EnvironmentFailedError Environment TurnTokens Episodes",
+    "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer",
+    "rl.play.environment": "EnvironmentFailedError Environment StatefulEnvironment",
+    "rl.play.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer",
+    "rl.play.mcp_tools": "mcp_tool_schema",
+    "rl.play.players": "Episodes UserDraw UserPlayer load_environment load_player",
+    "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
+    "rl.play.turn_tokens": "TurnTokens",
+    "rl.play.verifiers_environment": "Verifiers",
+    "rl.response.turn_tokens": "TurnTokens prompt_messages",
+    "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
+    "rl.verifiers_environment": "Verifiers",
     "rl.draw.engine_checks": "VLLM_RANKS check_servers check_vllm vllm_rank",
     "rl.draw.rollout_engines": "RolloutError Drawn ServerEngine",
     "rl.draw.rollout_servers": "EngineError RolloutServer RolloutServers vllm_rank",
@@ -224,6 +281,8 @@ FORMER = {
     "rl.play.conversations": (
         "MODEL_NAME OVER Conversation PromptTokens Conversations Episode Call AgentModel"
     ),
+    "runtime.data_audit": "STAGES RowFindings Findings audit_data show_audit",
+    "runtime.describe": "inspect_directory describe",
     "rl.draw.prompt_stream": "PromptStream",
     "rl.prompt_stream": "Pool PromptStream",
     "runtime.shared_stream": "SharedStream",

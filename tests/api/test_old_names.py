@@ -10,10 +10,6 @@ from dschat_lora.old_names import OLD_NAMES
 
 # What users could import, by the module that had it.
 FORMER = {
-    "pipeline.judge": (
-        "MAX_NEW_TOKENS MAX_SEQ_LEN BATCH_SIZE DRAWS Share Judgement "
-        "evaluate_by_rule judge_model rule_scores perplexity accuracy_by_flaw"
-    ),
     "pipeline.launch": (
         "PACKAGE DEFAULT_HOSTFILE SIGNALS LauncherConfig launcher_command launch_command "
         "typed_command launch_stage run_or_end split_launcher_options receiving Relay "
@@ -25,53 +21,46 @@ FORMER = {
     ),
     "generation.search": "greedy_decode",
     "rl.batch": (
-        "TIMED_OUT TokenSequence Response DecodedTurn ResponseBatch response_mask step_counts "
+        "TokenSequence Response DecodedTurn ResponseBatch response_mask step_counts "
         "Minibatch collate make_minibatches"
     ),
-    "rl.config": (
-        "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig DistillConfig"
-    ),
-    "rl.coroutines": "start in_thread run_together run_without_loop",
+    "rl.config": "GROUP_SIZE PromptConfig RolloutConfig RewardsConfig ClassicConfig RlhfConfig",
+    "rl.coroutines": "start in_thread run_together",
     "rl.draw.order": "PromptOrder",
     "rl.draw.turn_decoder": "unanswered",
     "rl.dynamic_sampling": "Resampled resample",
     "rl.ema": "MovingAverage",
     "rl.engines": "Retry Engines build_engines policies_of resolve_architecture",
-    "rl.environment": "EnvironmentFailedError Environment TurnTokens Episodes",
-    "rl.environment_adapters": "ReasoningGym Gymnasium OpenEnv McpServer ADAPTERS find_adapter",
     "rl.evaluation": "RlhfEvaluator",
     "rl.experience": (
         "Experience padded AdvantagesAndReturns Scores ScoreError add_old_outputs "
         "advantages_and_returns"
     ),
     "rl.inputs": (
-        "Sources RlhfInputs episode_prompt find_sources check_vocabularies other_tokenizer "
-        "text_data answers_data shares_base announce note_without_effect"
+        "Sources RlhfInputs find_sources check_vocabularies other_tokenizer "
+        "text_data shares_base announce note_without_effect"
     ),
     "rl.learn.network": "Network",
     "rl.memory": (
-        "memory_plan trained_models divergence_bytes unpacking_for_rollouts unpacking_note "
+        "memory_plan trained_models unpacking_for_rollouts unpacking_note "
         "keeping_cache cache_columns cache_bytes"
     ),
     "rl.metrics": (
-        "update_metrics response_metrics source_metrics turn_metrics agent_metrics "
+        "update_metrics response_metrics source_metrics "
         "ROWS_BY_TOKEN rollout_rows rewards_by_name importance_metrics version_metrics "
         "sampler_errors SAMPLER_TOLERANCE SAMPLER_LIMIT ENGINE_LIMIT check_sampler"
     ),
-    "rl.play.mcp_tools": "mcp_tool_schema",
-    "rl.play.stateful_environment": "RESERVED is_stateful StatefulEnvironment",
-    "rl.play.turn_tokens": "TurnTokens",
     "rl.pretraining": "TextWindow Pretraining make_pretraining",
-    "rl.response.messages": "messages_after_prompt prompt_messages as_messages prompt_of",
+    "rl.response.messages": "messages_after_prompt as_messages prompt_of",
     "rl.response.transfer": "responses_as_json response_from_json",
     "rl.rewards": (
         "UserFunctionError TrainerState RewardLog UserFunction same_gradients find_function "
         "find_object check_takes_responses OWN TRL named_parameters takes_all "
-        "is_singular calls_of messages_after_prompt prompt_messages as_messages "
+        "is_singular calls_of messages_after_prompt as_messages "
         "prompt_of RewardError RewardFunction shortened RewardFunctions load_function "
         "INITIAL_SCORES rescale_values"
     ),
-    "rl.role_config": "LARGE_MODEL RoleConfig DistillLoss TeacherConfig option_errors_for",
+    "rl.role_config": "LARGE_MODEL RoleConfig option_errors_for",
     "rl.roles": "Roles build_roles frozen Network",
     "rl.rollout": (
         "GATHER_SHARE whole_weights_fit free_bytes BrokenWeightsError PromptOrder "
@@ -81,26 +70,20 @@ FORMER = {
         "RewardFunction RewardFunctions Scoring load_scoring load_scorer load_function"
     ),
     "rl.score.shaping": "INITIAL_SCORES shape rescale_values",
-    "rl.served_teacher": (
-        "PROBE TeacherError score_body read_prompt_logprobs ServedTeacher open_teacher"
-    ),
     "rl.setup": "RlhfSetup set_up role_settings",
-    "rl.stateful_environment": "RESERVED is_stateful StatefulEnvironment load_environment",
-    "rl.teacher": "TeacherPrompts answer_of",
     "rl.throughput": "PHASES PhaseTimer PhaseWork FlopCounter throughput_metrics",
     "rl.train": "NOTE run_rlhf train show_plan finish",
     "rl.trainer": "RlhfTrainer make_generator RlhfSchedule RlhfProgress make_rlhf_schedule",
     "rl.update": "StepResult count_deferred Updater",
     "rl.validation": (
-        "BUNDLED_LENGTHS BUNDLED_REWARD DEFAULT_RESPONSES check_rlhf with_environment_prompts "
-        "with_bundled_prompts check_rewards check_teacher with_overlong_punishment "
+        "BUNDLED_LENGTHS BUNDLED_REWARD DEFAULT_RESPONSES check_rlhf "
+        "with_bundled_prompts check_rewards with_overlong_punishment "
         "with_continued_lora check_lora with_fitting_lengths fit_lengths with_base_bits "
         "check_tensor_parallel check_num_generations check_tokenizers check_data "
         "with_deepspeed_json with_default_responses with_whole_steps check_kl_horizon "
         "check_budget check_attention check_zero_stages with_recomputation "
         "check_sources_are_kept check_rollouts with_rollout_engine RLHF_CHECKS"
     ),
-    "rl.verifiers_environment": "Verifiers",
     "rl.watch.rows": "ROWS_BY_TOKEN RolloutLog rollout_rows",
     "world": "reward rule",
 }

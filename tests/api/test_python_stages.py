@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
+from addons.environments.own_players import BetterOfTwo
 from api.own_scorer import Style
 from api.programs import (
     PAIRS,
@@ -32,7 +33,6 @@ from api.programs import (
     write_rows,
 )
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.commands import verbs
 from dschat_lora.commands.train import run_stage
 from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig
@@ -40,7 +40,6 @@ from dschat_lora.engine.rendezvous import LAUNCHED
 from dschat_lora.models.fingerprint import saved_model
 from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
-from helpers.players import BetterOfTwo
 
 pytestmark = pytest.mark.stage
 
@@ -109,7 +108,7 @@ def test_a_player_that_is_handed_over_has_the_numbers_of_the_command_bit_for_bit
     run = dl.rlhf(sft, data=ROWS, environment=BetterOfTwo(), **ROLLOUTS)
     options = {
         "actor_model_name_or_path": sft.path,
-        "environment": "helpers.players:BetterOfTwo",
+        "environment": "addons.environments.own_players:BetterOfTwo",
         "data_path": write_rows(tmp_path / "rows.jsonl", ROWS),
     }
     assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))
@@ -171,6 +170,7 @@ def test_an_algorithm_of_ones_own_is_a_function_or_a_name_and_learns_as_the_one_
     assert {line["equal_prompts"] for line in found.metrics if "equal_prompts" in line} == {2}
 
 
+@of_the_whole
 def test_rows_of_every_kind_give_the_same_run(sft, tmp_path):
     class Again:
         def __iter__(self):
@@ -238,6 +238,7 @@ def test_a_second_reward_model_scores_too(sft, scorer):
 
 
 def test_an_audit_of_rows_is_that_of_the_command(tmp_path, capsys):
+    verbs = pytest.importorskip("dschat_lora.addons.audit.verbs")
     audit = dl.audit(PAIRS, stage="reward", show=1)
     write_rows(tmp_path / "pairs.jsonl", PAIRS)
     verbs.audit([str(tmp_path / "pairs.jsonl"), *"--stage reward --show 1 --json".split()])
@@ -312,6 +313,7 @@ def test_a_callback_that_stops_at_the_last_step_changes_nothing(sft):
     assert (run.status, run.metrics[-1]["kind"]) == ("finished", "eval")
 
 
+@of_the_whole
 def test_lists_of_a_frame_are_arrays(sft):
     question = {"role": "user", "content": "What is 2 plus 3?"}
     talk = [question, {"role": "assistant", "content": "5."}]

@@ -13,12 +13,14 @@ from dschat_lora.checkpoint.adapter_config import read_adapter_config
 from dschat_lora.checkpoint.history import step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.commands import train
+from dschat_lora.config.addons import provided
 from dschat_lora.config.options import build_config, flatten, parse_config
 from dschat_lora.report.terminal import quiet
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.resume import options_to_keep
 from helpers.step1 import metrics, write_adapter_config
 
+DISTILL, TAUGHT = [*provided("stage")], "--teacher_system_prompt brief"
 SCORED = ["--reward_function", "dschat_lora.world:reward"]
 
 
@@ -135,7 +137,7 @@ def test_roles_of_step_3_have_adapters_of_rank_16_likewise(checked, words, verb,
         ("dpo", "--lora_dim 4 --learning_rate 1e-3", "", 1e-3, None),
         ("rlhf", "--actor_learning_rate 1e-3", "actor_", 1e-3, 5e-4),
         ("rlhf", "--actor_learning_rate 1e-3", "critic_", 5e-4, 5e-4),
-        ("distill", "--learning_rate 1e-3 --teacher_system_prompt brief", "actor_", 1e-3, 5e-4),
+        *((each, f"--learning_rate 1e-3 {TAUGHT}", "actor_", 1e-3, 5e-4) for each in DISTILL),
         ("rlhf", "--critic_learning_rate 1e-3", "critic_", 1e-3, 5e-4),
         ("rlhf", "--actor_lora_dim 0 --critic_learning_rate 1e-3", "critic_", 5e-4, 5e-4),
         ("rlhf", "--actor_lora_dim 0 --critic_lora_dim 4 --critic_learning_rate 1e-3", "critic_",
@@ -255,7 +257,7 @@ def test_another_rate_that_a_resumed_run_is_given_is_its_adapters(
         ("reward", "", ""),
         ("dpo", "", ""),
         ("rlhf", "actor_", " ".join(SCORED)),
-        ("distill", "actor_", "--teacher_system_prompt brief"),
+        *((each, "actor_", TAUGHT) for each in DISTILL),
     ],
 )
 def test_the_bundled_data_is_for_the_bundled_model_and_what_is_made_of_it(

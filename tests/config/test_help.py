@@ -18,25 +18,26 @@ from dschat_lora.config.options import (
 from dschat_lora.config.other_names import other_names
 from dschat_lora.config.parser import COMPATIBILITY, EVERYDAY, OTHER, SECTIONS, unknown_option
 from dschat_lora.config.stages import (
-    AuditConfig,
     DpoStageConfig,
     RewardStageConfig,
     SupervisedConfig,
 )
 from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import GenerateConfig, MergeConfig
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from helpers.addons import of_addon, of_the_whole
 
 NLG, TINKER = of_addon("nlg.config:NlgConfig"), of_addon("tinker.config:TinkerConfig")
 STAGES = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, *NLG)
 OF_ADDONS = (
+    "audit.config:AuditConfig",
     *("evaluation.config:EvalConfig", "evaluation.config:ScoreConfig", "glue.config:GlueConfig"),
     *("serving.config:ChatConfig", "serving.config:ServeConfig", "publish.config:ExportConfig"),
+    "distill.stage:DistillConfig",
 )
 COMMANDS = (
     *STAGES,
-    *(DistillConfig, AuditConfig, GenerateConfig, MergeConfig),
+    *(GenerateConfig, MergeConfig),
     *(each for path in OF_ADDONS for each in of_addon(path)),
     *TINKER,
 )
@@ -142,9 +143,9 @@ EVERYDAY_BY_STAGE = {
     "distill": """
         actor_model_name_or_path actor_lora_dim actor_learning_rate data_path max_prompt_seq_len
         max_answer_seq_len per_device_training_batch_size num_train_epochs max_steps
-        per_device_generation_batch_size generation_batches temperature rollout_engine
-        teacher_model_name_or_path distill_loss teacher_system_prompt on_policy_share output_dir
-        resume_from_checkpoint eval_interval
+        per_device_generation_batch_size generation_batches temperature rollout_engine output_dir
+        resume_from_checkpoint eval_interval teacher_model_name_or_path distill_loss
+        teacher_system_prompt on_policy_share
     """,
 }
 
@@ -211,7 +212,8 @@ def test_help_of_a_word_that_nothing_has_says_so(monkeypatch, capsys):
 
 def test_sections_of_addons_and_of_compatibility_come_last_in_help_all(shown):
     whole = titles(shown("sft", "--help", "all"))
-    addons = [f"add-on {name}" for name, each in installed().items() if "sft" in each.options]
+    addons = [f"add-on {name}" for name in installed() if f"add-on {name}" in whole]
+    assert "add-on images" in addons or "images" not in installed()
     assert whole[-2 - len(addons) :] == ["other options", *addons, COMPATIBILITY]
     assert whole[-1] == titles(shown("rlhf", "--help", "all"))[-1] == COMPATIBILITY
 

@@ -21,6 +21,8 @@ def test_a_name_that_ends_in_a_colon_or_a_slash_has_all_values_that_begin_so(val
 
 
 def test_a_value_of_an_addon_that_is_not_installed_names_it():
-    with pytest.raises(ValueError, match=r"^built:in is of the add-on absent, which is not ins"):
+    with pytest.raises(
+        ValueError, match=r"^--reward_function built:in is of the add-on absent, which is not ins"
+    ):
         addons.provided_name("reward_function", "built:in")
     assert addons.provided_name("rollout_engine", "built:in") == ""

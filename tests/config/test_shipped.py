@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import socket
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from dschat_lora import __main__ as command
 from dschat_lora.commands.launch import LauncherConfig, launch_command, split_launcher_options
 from dschat_lora.commands.stages import options_of_file
 from dschat_lora.config.addons import verbs
-from dschat_lora.config.bundled import CONFIGS, find_deepspeed_json, find_recipe, recipes
+from dschat_lora.config.bundled import CONFIGS, find_deepspeed_json, find_recipe
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.verbs import GenerateConfig
@@ -92,21 +91,6 @@ def test_stages_of_a_pipeline_need_its_add_on(monkeypatch):
     line = "--config bundled has the stages of a pipeline, which is an add-on that is not installed"
     with pytest.raises(ValueError, match=f"^{line}$"):
         options_of_file("rlhf", "bundled")
-
-
-def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(verb):
-    code, out, _ = verb("recipes")
-    assert code == 0
-    for each in recipes():
-        assert re.search(rf"^{re.escape(each.name)} +\w.*$", out, re.MULTILINE)
-    code, out, _ = verb("recipes", "--json")
-    listed = json.loads(out)
-    files = [*(ROOT / "configs" / "recipes").rglob("*.yaml")]
-    assert {Path(each["path"]).resolve() for each in listed} == {file.resolve() for file in files}
-    for each in listed:
-        assert 10 < len(each["summary"]) < 140
-        program, name, *_ = shlex.split(each["command"])
-        assert (program, name in {*command.VERBS, *verbs()}) == ("dschat-lora", True)
 
 
 # ---------------------------------------------------------------------------- command lines

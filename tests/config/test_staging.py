@@ -14,10 +14,9 @@ from dschat_lora.config.staging import (
     staged_file,
     write_whole,
 )
-from dschat_lora.report.html import write_report
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
-from dschat_lora.report.rollouts import as_member, open_rollouts
+from dschat_lora.report.rollout_file import as_member, open_rollouts
 from dschat_lora.runtime.directory import RunDirectory, check_links
 from dschat_lora.supervised.inference import output_file
 from helpers.links import KINDS, check_links_within_are_followed, check_no_link_is_followed
@@ -51,7 +50,7 @@ WRITERS = {
     "log": (lambda out: RunLog(out, active=True).close(), ["metrics.jsonl"]),
     "record": (record, ["run.json", ".run.json.tmp"]),
     "rollouts": (rollouts, ["rollouts.jsonl.gz"]),
-    "report": (lambda out: write_report(out / "r.html", "new"), ["r.html", ".r.html.tmp"]),
+    "report": (lambda out: write_whole(out / "r.html", "new"), ["r.html", ".r.html.tmp"]),
     "scores": (scores, ["scores.jsonl", ".scores.jsonl.tmp"]),
     "directory": (directory, ["adapter", ".adapter.tmp", ".adapter.old"]),
 }

@@ -17,14 +17,15 @@ from dschat_lora.config.options import (
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.config.when import messages, no_effect, without_effect
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from helpers.addons import of_addon
 
 GLUE, NLG = of_addon("glue.config:GlueConfig"), of_addon("nlg.config:NlgConfig")
+DISTILL = of_addon("distill.stage:DistillConfig")
 TASK = {each: ["--model_name_or_path", "m", "--task_name", "cola"] for each in GLUE}
 STAGES = [
-    *(SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig, DistillConfig),
-    *(*NLG, *GLUE),
+    *(SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig),
+    *(*DISTILL, *NLG, *GLUE),
 ]
 
 
@@ -169,7 +170,7 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
         (RlhfConfig, f"{GRPO} --gamma 0.9", ["gamma:with --algorithm grpo"]),
         (RlhfConfig, "--algorithm reinforce_pp --gamma 0.9", []),
         (RlhfConfig, "--algorithm reinforce_pp --lam 0.9", ["lam:without a critic"]),
-        (RlhfConfig, "--algorithm distill --kl_in loss", ["kl_in:with --algorithm distill"]),
+        *((each, "--kl_in loss", ["kl_in:with --algorithm distill"]) for each in DISTILL),
         (RlhfConfig, "--no-do_sample --top_k 5", ["top_k:with --no-do_sample"]),
         (RlhfConfig, "--rollout_is sequence", [
             "rollout_is:without --rollout_correction or --importance_cap"
@@ -181,8 +182,8 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
         (RlhfConfig, "--judge_function j:j --eval_prompts 0", [
             "judge_function:with --eval_prompts 0"
         ]),
-        (DistillConfig, "--jsd_beta 0.3", ["jsd_beta:without --distill_loss jsd"]),
-        (DistillConfig, "--jsd_beta 0.3 --distill_loss jsd", []),
+        *((each, "--jsd_beta 0.3", ["jsd_beta:without --distill_loss jsd"]) for each in DISTILL),
+        *((each, "--jsd_beta 0.3 --distill_loss jsd", []) for each in DISTILL),
         *((each, "--lora_init uniform", ["lora_init:without --apply_lora"]) for each in GLUE),
         *((each, "--lora_init uniform --apply_lora", []) for each in GLUE),
     ],

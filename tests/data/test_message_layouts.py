@@ -16,7 +16,6 @@ from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import RowOptions, parse_row
 from dschat_lora.data.tokenize import TokenRule, tokenize
-from dschat_lora.report.sections import data_rows
 
 # The three ways in which answers are found, in templates as short as can be.
 TURN = "{{ m.role[0] }}:{{ m.content }}"
@@ -480,7 +479,6 @@ def test_what_a_template_leaves_out_by_choice_is_counted_and_said():
     made |= {"rows_by_type": {}, "bad_row_examples": (), "length_quantiles": {}, "chat_rows": {}}
     audit = DataAudit(**made | {"left_out": {"tools, by the chat template": 4000, "x": 1}})
     assert "left out     tools, by the chat template (4,000 rows); x (1 rows)" in audit.lines()
-    assert ["4,000 rows", "left out: tools, by the chat template"] in data_rows(audit.to_dict())
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,22 @@ TURNS = (
     "--environment helpers.rlhf_course:ask_again --max_turns 3 --max_answer_seq_len 16 "
     "--chat_template turns.jinja --stop_tokens e i n t"
 )
+DISTILL = {
+    "distill": (
+        "llama",
+        places((2, 3)),
+        "--algorithm distill --num_generations 2 --ppo_epochs 2 --teacher_model_name_or_path "
+        "TEACHER --on_policy_share 0.6 --distill_loss jsd",
+    ),
+    "distill on drawn tokens": (
+        "opt",
+        places((2, 2)),
+        "--algorithm distill --teacher_model_name_or_path BASE --distill_loss sampled_reverse_kl "
+        "--teacher_system_prompt be",
+    ),
+}
+if not of_addon("distill.addon"):
+    DISTILL = {}
 # name: (architecture, (processes, stage) of each run, options)
 KINDS = {
     "ppo": ("opt", places((2, 3)), f"{TWO_PASSES} {MORE} {LOOKS}"),
@@ -59,18 +75,7 @@ KINDS = {
         "--rollouts_ahead 1",
     ),
     "grpo": ("opt", places((2, 2)), "--algorithm grpo --num_generations 4 --ppo_epochs 2"),
-    "distill": (
-        "llama",
-        places((2, 3)),
-        "--algorithm distill --num_generations 2 --ppo_epochs 2 --teacher_model_name_or_path "
-        "TEACHER --on_policy_share 0.6 --distill_loss jsd",
-    ),
-    "distill on drawn tokens": (
-        "opt",
-        places((2, 2)),
-        "--algorithm distill --teacher_model_name_or_path BASE --distill_loss sampled_reverse_kl "
-        "--teacher_system_prompt be",
-    ),
+    **DISTILL,
     "an iteration in one step": (
         "opt",
         places((2, 3)),

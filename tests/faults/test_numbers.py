@@ -23,11 +23,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dschat_lora import __main__ as command
+from dschat_lora.addons.environments.environment import Environment
 from dschat_lora.algos.tensors import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.engine.process_group import shutdown
-from dschat_lora.rl.play.environment import Environment
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardFunction, RewardSum, ScoreError, Scores

@@ -16,6 +16,10 @@ def with_addon(name):
     return pytest.mark.skipif(name not in installed(), reason=f"the add-on {name} is not there")
 
 
+# What add-ons write beside what a run of the trunk does.
+PAGES = {"report.html"} if "report" in installed() else set()
+
+
 def of_addon(path):
     """The object ``NAME.MODULE:OBJECT``, or the module, in a list: of an add-on that is there."""
     name = path.partition(".")[0]

@@ -1,8 +1,36 @@
-"""An attacker's payload, a directory where it would leave a file, and messages of refusals."""
+"""An attacker's payload and texts, where they would leave a file or a mark, and refusals."""
 
 import os
+import re
+from html.parser import HTMLParser
 
 import pytest
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\x08\r\ud800"
+
+
+def seen(capsys):
+    out, err = capsys.readouterr()
+    return out + err
+
+
+def has_control(text):
+    return re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", text) is not None
+
+
+MARKUP = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>" + ESCAPES[:-1]
+
+
+class Elements(HTMLParser):
+    """The elements and attributes of a page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.found = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.found |= {tag, *((tag, name) for name, _ in attributes)}
 
 
 class Payload:

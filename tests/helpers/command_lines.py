@@ -22,11 +22,9 @@ from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.addons import installed, load
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
-from dschat_lora.config.stages import AuditConfig
 from dschat_lora.config.values import is_switch, switch_words, value_shape
 from dschat_lora.config.verbs import (
     GenerateConfig,
-    InspectConfig,
     MergeConfig,
 )
 from dschat_lora.runtime import stage_main
@@ -79,10 +77,10 @@ COMMANDS = (
         f"--model_name_or_path {MODEL} --task_name cola --data_dir cola",
     ),
     *_of_addon("pipeline", "pipeline", "recipe.yaml"),
-    Command(("demo",)),
-    Command(("recipes",)),
+    *_of_addon("pipeline", "recipes"),
+    *_of_addon("demo", "demo"),
     *_of_addon("planning.config:ModelsConfig", "models", MODEL),
-    Command(("audit",), AuditConfig),
+    *_of_addon("audit.config:AuditConfig", "audit"),
     *(
         Command(("plan", name), stage.config)
         for name, stage in STAGES.items()
@@ -91,9 +89,9 @@ COMMANDS = (
     *_of_addon("planning", "plan", "recipe.yaml"),
     *_of_addon("planning", "tune sft", "--rates 1e-3"),
     *_of_addon("planning", "doctor"),
-    Command(("report",), None, ("run",)),
-    Command(("rollouts",), None, ("run",)),
-    Command(("inspect",), InspectConfig, ("adapter",)),
+    *_of_addon("report", "report", "run"),
+    *_of_addon("report", "rollouts", "run"),
+    *_of_addon("inspect.describe:InspectConfig", "inspect", "adapter"),
     *_of_addon("serving.config:ChatConfig", "chat", MODEL),
     *_of_addon("serving.config:ServeConfig", "serve", f"{MODEL} --port 0"),
     *_of_addon("tinker.config:TinkerConfig", "tinker", f"{MODEL} --port 0"),
@@ -104,7 +102,7 @@ COMMANDS = (
     *_of_addon("publish.config:PushConfig", "push", "adapter me/mine --dry_run"),
     *_of_addon("publish.config:ExportConfig", "export", "adapter"),
     *_of_addon("loralib", "extract", f"adapter --base {MODEL}"),
-    Command(("accept",), None, ("copy",)),
+    *_of_addon("inspect", "accept", "copy"),
 )
 # Modules of which verbs run functions and classes before they reach what they are for.
 CHECKING = {

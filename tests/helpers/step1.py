@@ -14,6 +14,7 @@ import pytest
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.report.rollout_file import FILE, members
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
 
@@ -91,6 +92,12 @@ def deepspeed(*argv, launcher=()):
     on_checkpoint = Path(sys.executable).with_name("deepspeed")
     program = on_checkpoint if on_checkpoint.exists() else shutil.which("deepspeed")
     return [program, *launcher, "training/step1_sft/main.py", *argv]
+
+
+def rollouts(directory):
+    """The responses that a run of step 3 kept."""
+    found = members((directory / FILE).read_bytes())
+    return [json.loads(line) for text, _ in found for line in text.splitlines()]
 
 
 def metrics(directory, kind=None):

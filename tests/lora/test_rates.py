@@ -236,7 +236,6 @@ def test_sharded_matrix_is_still_a_matrix():
         ("opt", 4096, "sft", {"lora_dim": 8}, 3.494e-5, 3.494e-4),
         # The recipes that the factors of the stages come from.
         ("llama", 4096, "rlhf", {"lora_dim": 32}, 4e-6, 4e-5),
-        ("qwen3", 4096, "distill", {"lora_dim": 128}, 1e-5, 1e-4),
         ("llama", 2048, "dpo", {"lora_dim": 32}, 1e-6, 1e-5),
         # The update of a step is the rate times the scale.
         ("opt", 2000, "sft", {"lora_dim": 16, "lora_alpha": 64}, 5e-5, 2.5e-4),

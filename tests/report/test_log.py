@@ -12,7 +12,6 @@ import pytest
 
 from dschat_lora.report import log as log_module
 from dschat_lora.report.log import RunLog, eval_line, jsonable, summary_lines, train_line
-from dschat_lora.report.trackers import TensorBoard
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {
@@ -40,6 +39,25 @@ def lines_of(directory):
     text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
     assert text == "" or text.endswith("\n")
     return [strict(line) for line in text.splitlines()]
+
+
+class Recorder:
+    """Keeps what a log's sink is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def begin(self, lines, *, first):
+        self.told.append(("begin", len(lines), first))
+
+    def add(self, step, numbers):
+        self.told.append((step, dict(numbers)))
+
+    def flush(self):
+        self.told.append("flush")
+
+    def close(self):
+        self.told.append("close")
 
 
 def test_each_record_is_one_line_with_kind_step_and_time(tmp_path):
@@ -102,12 +120,12 @@ def test_error_inside_a_run_closes_the_log_and_goes_on(tmp_path):
 
 
 def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
-    with RunLog(tmp_path, active=False, trackers=[TensorBoard(tmp_path / "tb")]) as log:
+    with RunLog(tmp_path, active=False, sinks=[sink := Recorder()]) as log:
         log.expect(10)
         log.write("train", 1, {"loss": 1.0})
         log.say("hello")
         log.advance()
-    assert list(tmp_path.iterdir()) == []
+    assert (list(tmp_path.iterdir()), sink.told) == ([], [])
     assert capsys.readouterr() == ("", "")
 
 
@@ -117,21 +135,6 @@ def test_lines_for_a_person_go_to_stdout_without_a_bar_in_a_pipe(tmp_path, capsy
         log.say("hello")
         log.advance()
     assert capsys.readouterr() == ("hello\n", "")
-
-
-def test_tensorboard_gets_the_numbers_of_train_and_eval(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with RunLog(tmp_path, active=True, trackers=[TensorBoard(tmp_path / "tb")]) as log:
-        log.write("train", 1, {"loss": 1.5, "mfu": None})
-        log.write("train", 2, {"loss": 1.25, "mfu": None})
-        log.write("eval", 2, {"perplexity": 4.0})
-        log.write("event", 2, {"event": "x", "code": 1})
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    assert sorted(board.Tags()["scalars"]) == ["eval/perplexity", "train/loss"]
-    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(1, 1.5), (2, 1.25)]
 
 
 def test_train_line_shows_what_a_person_watches():
@@ -259,52 +262,28 @@ def test_source_that_is_gone_leaves_an_empty_log_and_a_note(tmp_path, capsys):
 
 
 def test_other_ranks_rewind_their_clock_alone(tmp_path):
-    with RunLog(tmp_path, active=False, trackers=[TensorBoard(tmp_path / "tb")]) as log:
+    with RunLog(tmp_path, active=False, sinks=[sink := Recorder()]) as log:
         log.rewind(num_lines=5, seconds=1000.0, step=5, source=tmp_path / "x")
         log.sync()
         assert log.position["seconds"] >= 1000.0
         assert log.position["num_lines"] == 0
-    assert list(tmp_path.iterdir()) == []
+    assert (list(tmp_path.iterdir()), sink.told) == ([], [])
 
 
-def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board_directory = tmp_path / "tb"
-    with RunLog(tmp_path, active=True, trackers=[TensorBoard(board_directory)]) as log:
-        for step in (1, 2, 3):
-            log.write("train", step, {"loss": 1.0})
+def test_sinks_get_numbers_by_the_kind_of_their_line_and_learn_which_lines_stay(tmp_path):
+    line = {"loss": 1.5, "mfu": None, "skipped": False, "note": "x"}
+    with RunLog(tmp_path, active=True, sinks=[sink := Recorder()]) as log:
+        log.write("train", 1, line)
+        log.write("event", 1, {"code": 1})
+        log.write("eval", 1, {"perplexity": 4.0})
+        log.rewind(num_lines=2, seconds=0.0, step=1)
         log.sync()
-        assert len(lines_of(tmp_path)) == 3
-    with RunLog(
-        tmp_path, active=True, trackers=[TensorBoard(board_directory)], earlier=True
-    ) as log:
-        log.rewind(num_lines=2, seconds=0.0, step=2)
-        log.write("train", 3, {"loss": 2.0})
-    board = EventAccumulator(str(board_directory))
-    board.Reload()
-    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
-        (1, 1.0), (2, 1.0), (3, 2.0)
-    ]  # fmt: skip
-
-
-def test_tensorboard_of_a_run_that_goes_on_elsewhere_shows_all_its_steps(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for name in ("source", "fork"):
-        (tmp_path / name).mkdir()
-    written(tmp_path / "source", [1, 2, 3])
-    with RunLog(tmp_path / "fork", active=True, trackers=[TensorBoard(tmp_path / "tb")]) as log:
-        source = tmp_path / "source" / "metrics.jsonl"
-        log.rewind(num_lines=2, seconds=0.0, step=2, source=source)
-        log.write("train", 3, {"loss": 7.0})
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
-        (1, 1.0), (2, 2.0), (3, 7.0)
-    ]  # fmt: skip
+    written(tmp_path, [2], earlier=True, sinks=[later := Recorder()])
+    assert sink.told == [
+        *(("begin", 0, 0), (1, {"train/loss": 1.5, "train/skipped": 0}), (1, {})),
+        *((1, {"eval/perplexity": 4.0}), ("begin", 2, 1), "flush", "close"),
+    ]
+    assert later.told == [(2, {"train/loss": 2.0}), "close"]
 
 
 def test_second_process_cannot_write_to_the_log_of_a_living_run(tmp_path):

@@ -19,6 +19,7 @@ from dschat_lora.rl.learn.experience import (
     count_deferred,
 )
 from dschat_lora.rl.learn.pretraining import Pretraining
+from dschat_lora.rl.learn.reference import ActorAsItWas
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
@@ -55,7 +56,7 @@ class Roles:
         self.actor, self.critic = Engine(), Engine() if critic else None
         self.logprob, self.value, self.text = logprob, value, text
         self.passes, self.factors, self.modes = [], [], []
-        self.retry, self.teacher, self.casts = Retry(), None, FactorCasts()
+        self.retry, self.reference, self.casts = Retry(), ActorAsItWas(), FactorCasts()
 
     @property
     def trained(self):
@@ -67,6 +68,9 @@ class Roles:
         self.passes.append(batch.numbers)
         table = batch.table(torch.ones(len(batch.target_ids)), width)
         return (self.logprob * table).requires_grad_(), 0.25 * table
+
+    def outputs(self, batch, width):
+        return self.policy(batch, width)
 
     def values(self, batch, width):
         return (self.value * batch.table(torch.ones(len(batch.target_ids)), width)).requires_grad_()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dschat_lora.commands.stages import STAGES
+from dschat_lora.config.addons import provided
 from dschat_lora.config.options import parse_config
 from dschat_lora.runtime.caller import NOBODY
 from dschat_lora.runtime.export import next_commands, say_next_steps
@@ -42,7 +43,10 @@ READ = "--data_path 'b c.jsonl' --columns chosen=good rejected=bad --data_split 
         ("reward", "", True, "model", ["chat base --reward 'out/my run'", f"rlhf {PPO}"]),
         ("rlhf", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
         ("rlhf", "", False, "actor/model", [CHAT]),
-        ("distill", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
+        *(
+            (stage, "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"])
+            for stage in provided("stage")
+        ),
         ("nlg", "", False, "adapter", []),
     ],
 )
@@ -61,8 +65,9 @@ def test_commands_fit_what_the_run_read_and_wrote(
             parse_config(STAGES[verb].config, words)
 
 
-def test_other_stages_name_their_report_alone():
+def test_other_stages_name_what_observers_leave_alone():
+    page = SimpleNamespace(words="report: out/report.html (open it in a browser)")
     said, config = [], parse_config(STAGES["sft"].config, [])
     log, run = SimpleNamespace(say=said.append), {"config": config, "directory": HOME}
-    say_next_steps(SimpleNamespace(stage="nlg", log=log, report=object(), caller=NOBODY, **run))
-    assert said == ["report: out/my run/report.html (open it in a browser)"]
+    say_next_steps(SimpleNamespace(stage="nlg", log=log, observers=[page], caller=NOBODY, **run))
+    assert said == [page.words]

@@ -1,6 +1,5 @@
 """What is checked, filled in and refused before anything heavy is imported."""
 
-import importlib.util
 import inspect
 import json
 
@@ -284,31 +283,6 @@ def test_directory_that_the_model_comes_from_is_never_overwritten(adapter):
             adapter.parent,
             "--overwrite_output_dir",
         )
-
-
-# ---------------------------------------------------------------------------- TensorBoard
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["--enable_tensorboard"], ["--report_to", "tensorboard"], ["--tensorboard_path", "tb"]],
-)
-def test_each_way_to_ask_for_tensorboard_turns_it_on(argv):
-    pytest.importorskip("tensorboard")
-    run = checked(*argv).run
-    assert (run.report_to, run.enable_tensorboard) == (("tensorboard",), True)
-
-
-def test_tensorboard_that_is_not_installed_is_said_at_once(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"--enable_tensorboard needs .*dschat_lora\[tensorboard\]"
-    ):
-        checked("--enable_tensorboard")
-
-
-def test_no_log_format_is_asked_for_by_default():
-    assert checked().run.report_to == ("none",)
 
 
 def test_adapter_of_another_kind_of_model_is_refused(tmp_path):

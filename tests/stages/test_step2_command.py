@@ -22,7 +22,7 @@ from dschat_lora.config.addons import installed
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
-from helpers.addons import with_addon
+from helpers.addons import PAGES, with_addon
 from helpers.launcher import STEP1
 from helpers.spread import ALL
 from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl
@@ -104,7 +104,7 @@ def reward(home, command):
     ended = command(
         "reward",
         *[*LORA, "--max_steps", 4, "--eval_interval", 2],
-        *["--enable_tensorboard", "--merge_adapter"],
+        "--merge_adapter",
     )
     return home / "output" / "reward", ended
 
@@ -112,9 +112,7 @@ def reward(home, command):
 @pytest.fixture(scope="module")
 def dpo(home, command):
     """A DPO policy, as ``(directory, how it ended)``."""
-    ended = command(
-        "dpo", *[*LORA, "--max_steps", 3, "--sample_generations", 1, "--enable_tensorboard"]
-    )
+    ended = command("dpo", *[*LORA, "--max_steps", 3, "--sample_generations", 1])
     return home / "output" / "dpo", ended
 
 
@@ -257,27 +255,9 @@ def test_dpo_adapter_is_one_of_a_language_model(dpo):
 
 @stage_test
 def test_directories_hold_what_the_stage_writes_and_nothing_else(reward, dpo):
-    common = {"run.json", "metrics.jsonl", "report.html"}
-    common |= {"adapter", "checkpoints", "tensorboard"}
+    common = PAGES | {"run.json", "metrics.jsonl", "adapter", "checkpoints"}
     assert {path.name for path in reward[0].iterdir()} == common | {"model"}
     assert {path.name for path in dpo[0].iterdir()} == common
-
-
-@stage_test
-@pytest.mark.parametrize("name", ["reward", "dpo"])
-def test_tensorboard_shows_the_numbers_and_passes_over_what_is_none(request, name):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    directory, _ = request.getfixturevalue(name)
-    board = EventAccumulator(str(directory / "tensorboard"))
-    board.Reload()
-    tags = set(board.Tags()["scalars"])
-    assert {"train/accuracy", "eval/accuracy", "train/margin"} <= tags
-    assert ("eval/calibration_error" in tags) == (name == "reward")
-    assert not [tag for tag in tags if "reliability" in tag]
-    seen = [event.value for event in board.Scalars("eval/accuracy")]
-    assert seen == pytest.approx([line["accuracy"] for line in metrics(directory, "eval")])
 
 
 @stage_test

@@ -20,6 +20,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.stage_main import run_main
+from helpers.addons import PAGES
 from helpers.launcher import ROOT
 from helpers.rlhf_course import save_family, write_prompts, write_texts
 from helpers.spread import ALL
@@ -149,8 +150,8 @@ stage_test = pytest.mark.stage
 def test_directory_holds_what_the_stage_writes_and_nothing_else(finished):
     directory, ended = finished
     assert {path.name for path in directory.iterdir()} == {
-        *("run.json", "metrics.jsonl", "report.html", "rollouts.jsonl.gz", "checkpoints"),
-        *("actor", "critic", "actor_ema"),
+        *("run.json", "metrics.jsonl", "rollouts.jsonl.gz", "checkpoints"),
+        *("actor", "critic", "actor_ema", *PAGES),
     }
     for role in ("actor", "critic", "actor_ema"):
         assert {path.name for path in (directory / role).iterdir()} == {"adapter", "model"}
@@ -298,7 +299,7 @@ def test_no_epochs_evaluate_alone(home, command):
     assert (only["kind"], only["step"]) == ("eval", 0)
     assert only["kl"] == pytest.approx(0, abs=1e-6)
     written = {path.name for path in (home / "looked").iterdir()}
-    assert written == {"run.json", "metrics.jsonl", "report.html"}
+    assert written == PAGES | {"run.json", "metrics.jsonl"}
     assert json_of(home / "looked" / "run.json")["status"] == "finished"
 
 
@@ -589,8 +590,8 @@ CLASSIC = """
     --critic_gradient_checkpointing --actor_dropout 0.0 --critic_dropout 0.0
     --actor_lora_dim 4 --critic_lora_dim 4 --only_optimize_lora
     --actor_lora_learning_rate 5e-4 --critic_lora_learning_rate 5e-4 --enable_ema
-    --enable_mixed_precision_lora --compute_fp32_loss --enable_tensorboard
-    --tensorboard_path board --align_overflow --print_answers --print_answers_interval 1
+    --enable_mixed_precision_lora --compute_fp32_loss
+    --align_overflow --print_answers --print_answers_interval 1
     --enable_test_mode --test_stop_step 1 --deepspeed --local_rank 0
 """.split()
 # Of layers by name and of another tokenizer, with models that have neither yet.
@@ -616,5 +617,4 @@ def test_command_line_of_deepspeed_chat_runs(home, command):
     for name in ("enable_hybrid_engine", "align_overflow", "offload_reward_model"):
         assert f"--{name} has no effect here" in ended.out
     assert "--inference_tp_size 8 has no effect: rollouts run on the processes" in ended.out
-    assert (home / "board").is_dir()
     assert (home / "classic" / "actor_ema" / "adapter").is_dir()

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.report.rollouts import FILE, read_rollouts
+from dschat_lora.report.rollout_file import FILE
 from helpers.launcher import ROOT
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
-from helpers.step1 import metrics
+from helpers.step1 import metrics, rollouts
 from stages.test_step3_resume import lines_but_times, weights_of
 
 pytestmark = pytest.mark.stage
@@ -73,7 +73,7 @@ def runs(launcher, tmp_path_factory):
             (home / "broken").touch()
         setattr(found, name, run(home))
         setattr(found, f"{name}_out", home / "out")
-    found.rows = read_rollouts(found.broken_out)
+    found.rows = rollouts(found.broken_out)
     found.saved = [each.name for each in (found.broken_out / "checkpoints").iterdir()]
     (found.broken_out.parent / "broken").unlink()
     found.resumed = run(found.broken_out.parent, "--resume_from_checkpoint", "latest")
@@ -102,7 +102,7 @@ def test_it_goes_on_as_if_nothing_had_been(runs):
 
 
 def test_kept_responses_are_those_that_the_metrics_are_of(runs):
-    rows, lines = read_rollouts(runs.whole_out), metrics(runs.whole_out, "train")
+    rows, lines = rollouts(runs.whole_out), metrics(runs.whole_out, "train")
     data = (runs.whole_out.parent / "prompts.jsonl").read_text().splitlines()
     numbers = {row["prompt"]: row["number"] for row in map(json.loads, data)}
     assert sum(line["resampled_prompts"] for line in lines) > 0

@@ -1,4 +1,4 @@
-"""dschat-lora generate, merge and inspect, against stock transformers and PEFT."""
+"""dschat-lora generate and merge, against stock transformers and PEFT."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.generation import sampling
-from dschat_lora.runtime.describe import describe
 from dschat_lora.supervised import generate
-from helpers.step1 import write_adapter_config
 from helpers.trained import NEW_TOKENS, PROMPTS, Verbs, greedy, stock_policy, write_trained
 
 
@@ -160,41 +158,3 @@ def test_merge_overwrites_models_alone(verb, home):
     (home / "taken" / "notes.txt").write_text("mine")
     verb("merge", "sft", "--output_dir", "taken", "--overwrite_output_dir", code=2)
     assert (home / "taken" / "notes.txt").read_text() == "mine"
-
-
-# ---------------------------------------------------------------------------- inspect
-
-
-def test_inspect_says_what_an_adapter_is(verb, home):
-    found = json.loads(verb("inspect", "sft/adapter", "--json"))
-    assert (found["kind"], found["rank"], found["task"]) == ("adapter", 4, "language model")
-    assert found["layers"] == ["q_proj", "v_proj"]
-    tensors = [*(home / "sft" / "adapter").glob("*.safetensors")]
-    assert len(tensors) == 1
-    layers = json.loads((BUNDLED_MODEL / "config.json").read_text())["num_hidden_layers"]
-    width = json.loads((BUNDLED_MODEL / "config.json").read_text())["hidden_size"]
-    assert found["tensors"] == 4 * layers
-    assert found["parameters"] == layers * 4 * width * 4
-    assert found["damage"] is None
-
-
-def test_inspect_says_what_of_a_run_learns(tmp_path):
-    learns = {"actor": {"words": "q_proj of 4 layers; frozen: norms"}, "critic": None}
-    (tmp_path / "run.json").write_text(json.dumps({"stage": "rlhf", "learns": learns}))
-    assert describe(tmp_path)["learns"] == {"actor": "q_proj of 4 layers; frozen: norms"}
-
-
-def test_inspect_names_the_weights_of_experts_that_learn(tmp_path):
-    write_adapter_config(tmp_path, target_parameters=["down_proj", "gate_up_proj"])
-    assert describe(tmp_path)["experts"] == ["down_proj", "gate_up_proj"]
-
-
-def test_inspect_of_a_damaged_adapter_has_code_1(verb, home, tmp_path):
-    copy = tmp_path / "adapter"
-    copy.mkdir()
-    for path in (home / "sft" / "adapter").iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    config = copy / "adapter_config.json"
-    config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
-    found = json.loads(verb("inspect", copy, "--json", code=1))
-    assert "adapter_config.json" in found["damage"]

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from dschat_lora.addons.agents import agent_programs
+from dschat_lora.addons.agents.addon import TIMED_OUT
 from dschat_lora.addons.agents.agent_programs import (
     CALL_NUMBER,
     NoRewardError,
@@ -53,7 +54,7 @@ from dschat_lora.report.terminal import note
 from dschat_lora.rl.draw.player import AskedTurn, Draw, Key, Player
 from dschat_lora.rl.response.coroutines import start
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.response import TIMED_OUT, DecodedTurn, Response
+from dschat_lora.rl.response.response import DecodedTurn, Response
 
 HOST = "127.0.0.1"
 # Seconds that a round waits for episodes that neither ask nor end, once another one has asked.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.addons.serving.endpoint.answers import Emit
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
 from dschat_lora.addons.serving.endpoint.text import TURN_FIELDS, chat_ids, continues
@@ -31,7 +32,6 @@ from dschat_lora.rl.response.response import (
     as_messages,
     prompt_of,
 )
-from dschat_lora.rl.response.turn_tokens import TurnTokens
 
 MODEL_NAME = "actor"  # of the actor, as programs know it
 OVER = "the episode is over"

@@ -1,22 +1,23 @@
 """Options of agents, and what step 3 asks of them: checks without torch, and a player."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dschat_lora.addons.agents.addon import ADDON
+from dschat_lora.addons.agents.addon import ADDON, TIMED_OUT
 from dschat_lora.config.addons import check_needs
-from dschat_lora.config.groups import require_numbers
+from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.held import is_in_module
 from dschat_lora.config.options import option
-from dschat_lora.rl.options.names import check_name
 from dschat_lora.runtime.checks import check_command, check_function, require_packages
 
 if TYPE_CHECKING:
     from dschat_lora.models.loading import Tokenizer
     from dschat_lora.rl.draw.player import Player
     from dschat_lora.rl.options.config import RlhfConfig
-    from dschat_lora.rl.response.turn_tokens import TurnTokens
+    from dschat_lora.rl.response.response import Response
 
 of_agents = partial(option, when="agent or agent_command")
 
@@ -47,7 +48,8 @@ class AgentOptions:
         require_numbers(self, ">= 1", "agent_max_calls")
         require_numbers(self, ">= 0", "agent_retries")
         if self.agent is not None:
-            check_name("agent", self.agent)
+            usable = is_in_module(self.agent)
+            require(usable, "agent", self.agent, "module:function such as my_rewards:is_right")
         require_numbers(self, "> 0", "agent_timeout")
 
     @property
@@ -72,10 +74,10 @@ class AgentOptions:
         elif self.agent_command is not None:
             require_packages("--agent_command", "starlette", "uvicorn", extra="agents")
             check_command("agent_command", self.agent_command)
-        if config.teacher.teacher_system_prompt is not None:
+        if (own := config.reference) is not None and own.own_prompts:
             raise ValueError(
-                "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts "
-                "of its own: give the teacher by --teacher_model_name_or_path"
+                f"{own.own_prompts} is read before a row's prompt, and an agent makes prompts of "
+                f"its own: give the {own.role} by --{own.role}_model_name_or_path"
             )
         if tokens := config.rewards.soft_overlong_tokens:
             raise ValueError(
@@ -83,13 +85,28 @@ class AgentOptions:
                 "several: let the agent return a lower reward instead"
             )
 
-    def player(
-        self,
-        config: "RlhfConfig",
-        tokenizer: "Tokenizer",
-        turn_tokens: "TurnTokens",
-        closing: ExitStack,
-    ) -> "Player":
+    def check(self, config: "RlhfConfig") -> "RlhfConfig":
+        """The config without the punishment of long answers, which is of single ones."""
+        if not self.plays:
+            return config
+        return replace(config, rewards=replace(config.rewards, soft_overlong_tokens=0))
+
+    def response_metrics(
+        self, responses: "Sequence[Response]", counted: "Sequence[Response]"
+    ) -> dict[str, float]:
+        """Sequences of episodes, and how many failed; nothing without agents."""
+        episodes = [each.episode for each in responses]
+        if not any(each.num_calls or each.failure for each in episodes):
+            return {}
+        played = [len(each.sequences) for each in responses if not each.episode.failure]
+        return {
+            "sequences": sum(played) / max(1, len(played)),
+            "failed_episodes": sum(bool(each.failure) for each in episodes),
+            "timed_out_episodes": sum(each.failure.startswith(TIMED_OUT) for each in episodes),
+            "retried_episodes": sum(each.num_retries > 0 for each in episodes),
+        }
+
+    def player(self, config: "RlhfConfig", tokenizer: "Tokenizer", closing: ExitStack) -> "Player":
         """The agents of ``--agent`` or ``--agent_command``; ``closing`` ends their server.
 
         Raises:
@@ -99,11 +116,14 @@ class AgentOptions:
         from dschat_lora.addons.agents.agent_programs import AgentCommand, AgentFunction
         from dschat_lora.addons.agents.agents import AgentLimits, Agents
         from dschat_lora.addons.agents.conversations import PromptTokens
+        from dschat_lora.addons.environments.turn_tokens import TurnTokens
+        from dschat_lora.data.chat import make_chat
         from dschat_lora.data.encoder import make_encoder
         from dschat_lora.generation.stops import end_of_text
         from dschat_lora.rl.score.user_functions import find_object
 
         batch, data = config.batch, config.data
+        turn_tokens = TurnTokens(make_chat(tokenizer, data.data.chat_template_kwargs), tokenizer)
         program: AgentCommand | AgentFunction
         if self.agent is None:
             program = AgentCommand(str(self.agent_command), bool(config.rewards.reward_function))

@@ -1,17 +1,20 @@
-"""Options of ``dschat-lora audit`` that look at rows one by one."""
+"""Options of ``dschat-lora audit``: which data, and what of their rows is looked at one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dschat_lora.addons.audit.options import FilterOptions
+from dschat_lora.config.addons import addon_options, provided
+from dschat_lora.config.data import DataConfig
+from dschat_lora.config.groups import ModelConfig, require_numbers
+from dschat_lora.config.options import group, option
 
 if TYPE_CHECKING:
     from dschat_lora.addons.audit.filtering import Filtered
-    from dschat_lora.config.data import DataConfig
-    from dschat_lora.config.stages import AuditConfig
     from dschat_lora.data.chat import Chat
     from dschat_lora.data.rows import DataKind
 
@@ -65,3 +68,54 @@ class FilterConfig(FilterOptions):
         from dschat_lora.addons.audit.filtering import filter_rows
 
         return filter_rows(self, data, chat, kind=kind, seed=seed)
+
+
+if TYPE_CHECKING:
+    AuditedStage = str
+else:
+    AuditedStage = Literal[("sft", "reward", "dpo", "rlhf", *provided("stage"))]
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """Show what a stage would learn of data, and what is wrong with it; nothing is trained.
+
+    Exit code 1 where a run would refuse the data.
+    """
+
+    everyday: ClassVar[Sequence[str]] = (
+        *("model_name_or_path", "data_path", "show", "stage", "json", "html"),
+    )
+    model_name_or_path: str | None = option(
+        None,
+        help="model whose tokenizer and chat template read the data: hub name, directory, or "
+        "the output of an earlier stage; the bundled tiny model when absent",
+    )
+    stage: AuditedStage = option(
+        "sft",
+        help="what makes samples of the rows: sequences, pairs, or prompts of step 3",
+    )
+    show: int = option(0, help="samples to show, token by token, with what is supervised")
+    json: bool = option(False, help="one JSON object on the standard output")
+    html: str | None = option(None, help="file to write as a page too")
+    chat_template: str | None = option(None, help="file of a Jinja chat template, as in training")
+    trust_remote_code: bool = option(False, help="run tokenizer code of a hub repository")
+    add_eot_token: bool = option(False, help="as in training")
+    eot_token: str = option("<|endoftext|>", help="as in training")
+    seed: int = option(1234, help="of --data_split and --eval_ratio")
+    data: DataConfig = group(DataConfig, eval_ratio=0.0)
+    addons: Any = group(addon_options("audit"))
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "show")
+
+    @property
+    def model(self) -> ModelConfig:
+        """The options of loading the tokenizer."""
+        return ModelConfig(
+            model_name_or_path=self.model_name_or_path,
+            trust_remote_code=self.trust_remote_code,
+            chat_template=self.chat_template,
+            add_eot_token=self.add_eot_token,
+            eot_token=self.eot_token,
+        )

@@ -75,7 +75,7 @@ class Diagnostics:
             found |= {
                 "kl": self._negative_kl(),
                 "eos": self._eos(),
-                # Where rewards are not learnt from, both become the teacher's.
+                # Where rewards are not learnt from, both become the reference's.
                 "length": self._length() if self.learns_from_rewards else None,
                 "entropy": self._entropy() if self.learns_from_rewards else None,
                 "critic": self._critic(),

@@ -30,36 +30,33 @@ class DiagnosticsOptions:
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "kl_budget")
-        if self.guard == "off":
-            self._check_watched("--guard off")
 
     def check(self, config: "RlhfConfig") -> None:
-        """Refuse a budget of what is not measured.
+        """Refuse a budget of what nothing watches.
 
         Raises:
             ValueError: naming both options.
         """
-        if config.ppo.rules.distills:
-            self._check_watched("--algorithm distill")
-
-    def _check_watched(self, other: str) -> None:
-        if self.kl_budget:
+        teaches = config.ppo.rules.learns_from_rewards
+        if self.kl_budget and (self.guard == "off" or not teaches):
+            other = "--guard off" if teaches else f"--algorithm {config.ppo.algorithm}"
             raise ValueError(
                 f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
                 f"{other} does not watch: leave one of them out"
             )
 
-    def part(self, setup: "RlhfSetup") -> "Diagnostics":
+    def made_parts(self, setup: "RlhfSetup", progress: object) -> "list[Diagnostics]":
         """What warns of failures."""
         from dschat_lora.addons.diagnostics.diagnostics import Diagnostics
 
         config = setup.config
-        return Diagnostics(
+        watching = Diagnostics(
             setup.models.settings["actor"].dtype,
             samples_tokens=config.batch.draws_from_policy and setup.data.answers is None,
             engine=config.batch.engine,
             samplers_logprobs=config.ppo.use_rollout_logprobs,
-            learns_from_rewards=not config.ppo.rules.distills,
+            learns_from_rewards=config.ppo.rules.learns_from_rewards,
             guard=self.guard,
             kl_budget=self.kl_budget,
         )
+        return [watching]

@@ -1,7 +1,7 @@
 """Options that rollout engines refuse, before torch is loaded."""
 
+from dschat_lora.addons.engines.completions import CONNECT_SECONDS, CompletionServer, ServerError
 from dschat_lora.addons.engines.facts import server_addresses
-from dschat_lora.rl.draw.completions import CONNECT_SECONDS, CompletionServer, ServerError
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.engines import EngineError
 from dschat_lora.rl.options.inputs import RlhfInputs

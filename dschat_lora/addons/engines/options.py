@@ -18,8 +18,9 @@ of_vllm = partial(option, when="rollout_engine=vllm")
 
 
 def _timeout_note(value: Callable[[str], Any]) -> str:
-    """A message where no server draws responses, nor is the teacher."""
-    asks = not value("engine").in_process or value("teacher").server is not None
+    """A message where no server draws responses, nor is the reference."""
+    own = value("reference")
+    asks = not value("engine").in_process or (own is not None and own.is_served)
     return "" if asks else no_effect("rollout_timeout", " without a server")
 
 
@@ -70,7 +71,7 @@ class EngineOptions:
             ValueError: naming the options.
         """
         batch, ahead = config.batch, self.rollouts_ahead
-        if ahead and (config.has_turns or not batch.engine.can_run_ahead):
+        if ahead and (config.players or not batch.engine.can_run_ahead):
             with_turns = "an --environment or agent waits for each turn"
             in_process = (
                 f"--rollout_engine {batch.rollout_engine} draws in the processes that train: give "
@@ -79,7 +80,7 @@ class EngineOptions:
             )
             raise ValueError(
                 f"--rollouts_ahead {ahead} has servers draw whole responses while this process "
-                f"trains, and {with_turns if config.has_turns else in_process}"
+                f"trains, and {with_turns if config.players else in_process}"
             )
         if ahead and not (batch.do_sample and config.ppo.rollout_correction != "none"):
             off = "--rollout_correction none" if batch.do_sample else "--no-do_sample"
@@ -96,8 +97,8 @@ class EngineOptions:
             yield f"  rollouts     vLLM takes {most}{while_drawing}, or of the host's"
         if self.rollouts_ahead:
             weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
-            if config.ppo.rules.distills and config.teacher.beta is not None:
-                weighs = f"for which --distill_loss {config.teacher.distill_loss} has no weights"
+            if (own := config.reference) is not None and own.unweighed:
+                weighs = f"for which {own.unweighed} has no weights"
             yield (
                 f"  rollouts     up to {self.rollouts_ahead} iterations ahead, by adapters as old, "
                 f"{weighs}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
 from dschat_lora.addons.engines.facts import server_addresses
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank
@@ -22,7 +23,6 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import weights_fingerprint
-from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
 from dschat_lora.rl.draw.engine import (
     Asked,
     Drawn,

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.addons.engines.checks import vllm_rank
+from dschat_lora.addons.engines.completions import (
+    LOAD_SECONDS,
+    CompletionServer,
+    ServerError,
+)
 from dschat_lora.addons.engines.server_engine import server_engine
 from dschat_lora.config.staging import check_place, open_in_place
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.children import end_with_parent, environment_of_no_launch, visible_gpu
 from dschat_lora.engine.distributed import device, gather_texts, local_rank, rank
 from dschat_lora.engine.rendezvous import is_one_host, usable_port
-from dschat_lora.rl.draw.completions import (
-    LOAD_SECONDS,
-    CompletionServer,
-    ServerError,
-)
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.engines import EngineError

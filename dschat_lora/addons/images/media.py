@@ -45,12 +45,12 @@ def _refusal(config: Any, family: Family) -> str:
             "places and masks are those of whole rows: drop it"
         )
     of_text = {"--streaming": getattr(data, "tail", None) is not None}
-    if hasattr(config, "has_turns"):
+    if hasattr(config, "players"):
         engine = config.batch.rollout_engine
         of_text |= {
             f"--rollout_engine {engine}": engine != "own",
-            "distillation": config.ppo.rules.distills,
-            "an environment, agent or player": config.has_turns,
+            "distillation": not config.ppo.rules.learns_from_rewards,
+            "an environment, agent or player": bool(config.players),
         }
     for what, is_used in of_text.items():
         if is_used:

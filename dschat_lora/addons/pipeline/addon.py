@@ -4,7 +4,11 @@ from dschat_lora.config.addons import Addon
 
 ADDON = Addon(
     "pipeline",
-    verbs={"pipeline": "dschat_lora.addons.pipeline.verbs:pipeline"},
-    summaries={"pipeline": "run all stages of a YAML file, or go on"},
+    verbs={name: f"dschat_lora.addons.pipeline.verbs:{name}" for name in ("pipeline", "recipes")},
+    summaries={
+        "pipeline": "run all stages of a YAML file, or go on",
+        "recipes": "list the recipes that come with the package",
+    },
+    needs=("report",),
     provides={"options_file": {"stages": "dschat_lora.addons.pipeline.recipe:options_of_stage"}},
 )

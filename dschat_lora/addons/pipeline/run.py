@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dschat_lora.addons.pipeline.recipe import Recipe, check_stages, read_recipe
+from dschat_lora.addons.report.html import render_report
+from dschat_lora.addons.report.run_data import RunData, read_run
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.commands.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.commands.stages import STAGES, restated
 from dschat_lora.config.options import build_config, command_line, fail, value_text
 from dschat_lora.config.staging import alone, check_within, write_whole
 from dschat_lora.report.directory import leftovers, read_object
-from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.markup import duration, short
-from dschat_lora.report.run_data import RunData, read_run
 from dschat_lora.report.terminal import error_message, log_once, table
+from dschat_lora.report.texts import duration, short
 
 RECORD = "pipeline.json"
 _FINISHED = {"status": "finished", "replaces": None}
@@ -241,7 +241,7 @@ def _show_results(recipe: Recipe) -> None:
             log_once(f"{name}: {path}")
     report = recipe.directory / "report.html"
     results = {"Held out, before and after": (HEADER, rows)}
-    write_report(
+    write_whole(
         report, render_report(recipe.directory.resolve().name, list(stories.values()), results)
     )
     log_once(f"report: {report}")

@@ -1,6 +1,8 @@
-"""The command line of ``dschat-lora pipeline``."""
+"""The command lines of ``dschat-lora pipeline`` and ``dschat-lora recipes``."""
 
+from dschat_lora.config import bundled
 from dschat_lora.config.parser import Parser
+from dschat_lora.report.terminal import log_once, to_json
 from dschat_lora.runtime.stage_main import late
 
 
@@ -36,3 +38,22 @@ def pipeline(argv: list[str]) -> None:
     )
     chosen = parser.values(argv, ["output_dir", "num_gpus", "dry_run", "from", "set"])
     late("addons.pipeline.run:run_pipeline")(**chosen)
+
+
+def recipes(argv: list[str]) -> None:
+    """Run ``dschat-lora recipes``."""
+    parser = Parser("dschat-lora recipes", "List the recipes that come with the package.")
+    parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
+    found = bundled.recipes()
+    if parser.values(argv, ["json"])["json"]:
+        fields = ("name", "kind", "summary", "command")
+        rows = [{f: getattr(each, f) for f in fields} | {"path": str(each.path)} for each in found]
+        log_once(to_json(rows))
+        return
+    width = max(len(each.name) for each in found)
+    for each in found:
+        log_once(f"{each.name:<{width}}  {each.summary}")
+    log_once(
+        "\n--config NAME takes a stage's options from one; dschat-lora pipeline NAME runs all "
+        "stages of one that has no folder"
+    )

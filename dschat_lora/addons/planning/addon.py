@@ -27,5 +27,5 @@ ADDON = Addon(
             "launches": "dschat_lora.addons.planning.launches:micro_batch_advice",
         }
     },
-    needs=("pipeline",),
+    needs=("pipeline", "report"),
 )

@@ -20,6 +20,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from dschat_lora.addons.report.run_data import read_metrics
 from dschat_lora.commands.launch import PACKAGE
 from dschat_lora.config.data import DataConfig
 from dschat_lora.engine import gpu
@@ -27,7 +28,6 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.children import environment_of_no_launch
 from dschat_lora.models.attention import has_varlen
 from dschat_lora.models.blocks import compiler_for
-from dschat_lora.report.run_data import read_metrics
 from dschat_lora.report.terminal import log_once, to_json, wrapped
 from dschat_lora.runtime.checks import cache_directory
 

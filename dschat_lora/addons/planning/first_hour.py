@@ -29,11 +29,13 @@ from dschat_lora.addons.planning.hour_checks import (
     measurements,
     write_data,
 )
+from dschat_lora.addons.report.html import render
+from dschat_lora.addons.report.markup import number, value_text
+from dschat_lora.config.staging import write_whole
 from dschat_lora.engine.children import environment_of_no_launch
-from dschat_lora.report.html import render, write_report
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.markup import number, short, value_text
 from dschat_lora.report.terminal import log_once, to_json, wrapped
+from dschat_lora.report.texts import short
 from dschat_lora.runtime.directory import RunDirectory
 
 GIB = 2**30
@@ -269,8 +271,8 @@ def run_items(
             result = hour.measure(item)
             found[kind].append(result)
             log_once(wrapped(_line(result)))
-            write_report(output / "first_hour.json", to_json(jsonable(found)) + "\n")
-            write_report(output / "first_hour.html", page_of(found))
+            write_whole(output / "first_hour.json", to_json(jsonable(found)) + "\n")
+            write_whole(output / "first_hour.html", page_of(found))
     states = [result["state"] for result in found["checks"]]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("passed", "failed", "not run"))
     log_once(f"checks: {counts}")

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from dschat_lora.addons.report.rollouts import read_rollouts
+from dschat_lora.addons.report.run_data import read_metrics
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line
-from dschat_lora.report.rollouts import read_rollouts
-from dschat_lora.report.run_data import read_metrics
 
 PROBES = "dschat_lora.addons.planning.hour_probes"
 STAGES = ("sft", "reward", "rlhf")

@@ -272,7 +272,8 @@ def build_plan(config: Any, home: Path) -> StagePlan:
         dtype = dtypes.get(config.load.dtype, torch.bfloat16)
         found = find_sources(config)
         planned = {role: as_planned(source, home) for role, source in found.by_role.items()}
-        sources = Sources(planned["actor"], planned.get("critic"), planned.get("teacher"))
+        other = found.reference_role
+        sources = Sources(planned["actor"], planned.get("critic"), planned.get(other), other)
         roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=True, group=group)
         return StagePlan(config, roles)
     build = build_reward_model if isinstance(config, RewardStageConfig) else build_causal_lm

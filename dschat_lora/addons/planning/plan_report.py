@@ -27,8 +27,8 @@ from dschat_lora.addons.planning.plan_search import (
 from dschat_lora.addons.planning.published import published_name
 from dschat_lora.config.options import flatten
 from dschat_lora.data.audit import DataAudit
-from dschat_lora.report.markup import duration, operations
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+from dschat_lora.report.texts import duration, operations
 
 GIB = 2**30
 COMMON_CARDS = ("H200", "A100", "RTX 4090", "T4")

@@ -26,6 +26,7 @@ from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, flatten, option_names
 from dschat_lora.config.stages import DpoStageConfig
+from dschat_lora.data.audit import STAGES as AUDITED
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import config_sources
@@ -34,7 +35,6 @@ from dschat_lora.models.loading import load_tokenizer, only_errors
 from dschat_lora.models.option_checks import shapes_alone
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.data_audit import STAGES as AUDITED
 from dschat_lora.runtime.memory import fewest
 from dschat_lora.runtime.setup import prepare_data
 

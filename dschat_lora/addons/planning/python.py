@@ -11,11 +11,11 @@ from typing import Any
 
 from dschat_lora.addons.planning.cards import find_card
 from dschat_lora.addons.planning.config import TuneConfig
+from dschat_lora.addons.report.markup import safe
 from dschat_lora.api.options import Data, Model, option_values
 from dschat_lora.commands.stages import STAGES, with_verb_defaults
 from dschat_lora.config.held import is_held
 from dschat_lora.config.options import build_config, options_in_python, typed_options
-from dschat_lora.report.markup import safe
 from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.stage_main import late
 

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dschat_lora.addons.planning.config import TuneConfig
+from dschat_lora.addons.report.html import render_report
+from dschat_lora.addons.report.markup import number
+from dschat_lora.addons.report.run_data import read_run
 from dschat_lora.commands.launch import (
     PACKAGE,
     LauncherConfig,
@@ -34,7 +37,7 @@ from dschat_lora.commands.launch import (
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, fail, flatten, value_text
-from dschat_lora.config.staging import alone, check_place, open_in_place
+from dschat_lora.config.staging import alone, check_place, open_in_place, write_whole
 from dschat_lora.engine.children import (
     end_with_parent,
     environment_of_no_launch,
@@ -44,10 +47,8 @@ from dschat_lora.lora.rates import octaves_above, ruled_rates
 from dschat_lora.models.loading import load_config
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import check_idle, leftovers
-from dschat_lora.report.html import render_report, write_report
-from dschat_lora.report.markup import number, short
-from dschat_lora.report.run_data import read_run
 from dschat_lora.report.terminal import log_once, table
+from dschat_lora.report.texts import short
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
 
@@ -452,7 +453,7 @@ def show_trials(
                     run, label=f"{run.label}, pruned", facts={**run.facts, "status": "unknown"}
                 )
             runs.append(run)
-    write_report(
+    write_whole(
         home / "report.html",
         render_report(f"{search.stage}: {len(rows)} trials", runs, {"Trials": (header, rows)}),
     )

@@ -206,6 +206,7 @@ def ifeval(argument: str) -> Callable[..., Any]:
         followed = test_instruction_following_strict(example, response).follow_instruction_list
         return float(all(followed)) if argument else sum(followed) / len(followed)
 
+    score.sees_media = False  # type: ignore[attr-defined]
     return score
 
 

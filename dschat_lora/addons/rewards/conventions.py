@@ -1,116 +1,123 @@
-"""Reward functions written for verl and OpenRLHF, as functions that score one response."""
+"""Reward functions written for verl and OpenRLHF, with arguments as those of TRL's have."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import replace
+from functools import partial
 from inspect import Parameter
 from typing import Any
 
-from dschat_lora.addons.rewards.external import RemoteReward, logged_scores
+from torch import Tensor
+
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.score.user_functions import PLURAL, named_parameters, singular, takes_all
 
 # Functions of verl get what these columns hold, or None.
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 OPENRLHF = ("queries", "prompts", "labels")
-_PLURALS = {singular(name): name for name in PLURAL}
+Values = Mapping[str, Any]
+_OF_PLAYERS = ("environments",)
+_PLURALS = {singular(name, _OF_PLAYERS): name for name in (*PLURAL, *_OF_PLAYERS)}
 _OF_RUN = ("trainer_state", "log_metric", "log_extra")  # which no list holds
 
 
-def of_verl(function: Callable[..., Any], tokenizer: Tokenizer) -> Callable[..., Any] | None:
-    """A function of verl's, ``compute_score``, in the form of one of TRL's; None for another."""
-    return _OfVerl(function) if "solution_str" in named_parameters(function) else None
+def of_verl(function: Callable[..., Any], tokenizer: Tokenizer) -> "Adapted | None":
+    """A function of verl's, ``compute_score``, which scores one response; None for another."""
+    if "solution_str" not in named_parameters(function):
+        return None
+
+    def made(given: Values) -> Values:
+        by_rule = given.get("reward_model")  # where verl's data has it
+        truth = by_rule if isinstance(by_rule, dict) else given
+        columns = {name: given.get(name) for name in ("data_source", "extra_info")}
+        own = {"solution_str": given["response"], "ground_truth": truth.get("ground_truth")}
+        return {**given, **columns, **own}
+
+    columns = ("data_source", "reward_model", "ground_truth", "extra_info")
+    needed = {"response": Parameter.empty, **dict.fromkeys(columns)}
+    return Adapted(function, VERL, needed, made)
 
 
-def of_openrlhf(function: Callable[..., Any], tokenizer: Tokenizer) -> Callable[..., Any] | None:
-    """The same of OpenRLHF's ``reward_func``, or of a server that is asked as by OpenRLHF."""
-    if isinstance(function, RemoteReward):
-        return replace(function, decode=tokenizer.decode)
-    is_theirs = "queries" in named_parameters(function)
-    return _OfOpenRlhf(function, tokenizer) if is_theirs else None
+def of_openrlhf(function: Callable[..., Any], tokenizer: Tokenizer) -> "Adapted | None":
+    """The same of OpenRLHF's ``reward_func``: it gets lists of one, as from OpenRLHF itself.
+
+    One that ``takes_lists``, as a server does, gets all responses at once.
+    """
+    if "queries" not in named_parameters(function):
+        return None
+    at_once = getattr(function, "takes_lists", False)
+
+    def made(given: Values) -> Values:
+        lists = given
+        if not at_once:
+            lists = {_PLURALS.get(n, n): v if n in _OF_RUN else [v] for n, v in given.items()}
+        pairs = zip(lists["prompts"], lists["token_ids"], strict=True)
+        labels = [row.get("label", row.get("answer", "")) for row in lists["rows"]]
+        queries = [prompt + tokenizer.decode(ids) for prompt, ids in pairs]
+        return {**lists, "queries": queries, "labels": labels}
+
+    names = ("responses", "prompts", "token_ids", "rows")
+    needed = dict.fromkeys(names if at_once else map(singular, names), Parameter.empty)
+    return Adapted(function, OPENRLHF, needed, made, unwraps=not at_once)
 
 
-class _Function:
-    """A function of another library's, whose signature is what it needs of this one's."""
+class Adapted:
+    """A function of another library's, whose signature is what its arguments are made of."""
 
     def __init__(
-        self, function: Callable[..., Any], theirs: Collection[str], needed: Mapping[str, Any]
+        self,
+        function: Callable[..., Any],
+        theirs: Collection[str],
+        needed: Values,
+        made: Callable[[Values], Values],
+        *,
+        unwraps: bool = False,
     ) -> None:
-        """Take a function with the arguments ``theirs``, which are made of those ``needed``.
+        """Take a function whose arguments ``theirs`` are made of those ``needed``.
 
-        ``needed`` are defaults by name, ``Parameter.empty`` where there is none.
+        ``needed`` are defaults by name, ``made`` gives all, and with ``unwraps`` the function
+        returns lists of one.
         """
-        self._function, self._takes_all = function, takes_all(function)
-        own = named_parameters(function)
-        self._takes = {*own}
-        asked = {singular(n): each.default for n, each in own.items() if n not in theirs}
-        asked = {**asked, **needed, "log_metric": Parameter.empty, "log_extra": Parameter.empty}
-        parameters = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in asked.items()
-        ]
-        if self._takes_all:
-            parameters.append(Parameter("others", Parameter.VAR_KEYWORD))
-        self.__signature__ = inspect.Signature(parameters)
+        self._function, self._made, self._unwraps = function, made, unwraps
+        own, others = named_parameters(function), takes_all(function)
+        self._takes = None if others else {*own}
+        logs = dict.fromkeys(("log_metric", "log_extra"), Parameter.empty)
+        asked = {
+            singular(n, _OF_PLAYERS): each.default for n, each in own.items() if n not in theirs
+        }
+        keyword = partial(Parameter, kind=Parameter.KEYWORD_ONLY)
+        parameters = [keyword(n, default=v) for n, v in {**asked, **needed, **logs}.items()]
+        open_to_all = [Parameter("others", Parameter.VAR_KEYWORD)] if others else []
+        self.__signature__ = inspect.Signature(parameters + open_to_all)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
 
     def __call__(self, **given: Any) -> Any:
-        """What the function returns for a response, without what it logs beside scores."""
-        arguments = self._arguments(given)
-        if not self._takes_all:
-            arguments = {name: v for name, v in arguments.items() if name in self._takes}
-        found = self._function(**arguments)
+        """The scores, without what the function returns beside them, which is logged."""
+        made = self._made(given)
+        takes = made if self._takes is None else self._takes
+        found = self._function(**{name: v for name, v in made.items() if name in takes})
         return (
             self._awaited(found, given) if inspect.isawaitable(found) else self._one(found, given)
         )
 
-    async def _awaited(self, found: Awaitable[Any], given: Mapping[str, Any]) -> Any:
+    async def _awaited(self, found: Awaitable[Any], given: Values) -> Any:
         return self._one(await found, given)
 
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _one(self, found: Any, given: Mapping[str, Any]) -> Any:
-        return logged_scores(found, 1, given["log_metric"], given["log_extra"])
-
-
-class _OfVerl(_Function):
-    """One of verl's: text, ground truth and what else its data has of a row."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        columns = ("data_source", "reward_model", "ground_truth", "extra_info")
-        needed = {"response": Parameter.empty, **dict.fromkeys(columns)}
-        super().__init__(function, VERL, needed)
-
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        by_rule = given.get("reward_model")  # where verl's data has it
-        truth = by_rule if isinstance(by_rule, dict) else given
-        return {
-            **given,
-            "solution_str": given["response"],
-            "data_source": given.get("data_source"),
-            "ground_truth": truth.get("ground_truth"),
-            "extra_info": given.get("extra_info"),
-        }
-
-
-class _OfOpenRlhf(_Function):
-    """One of OpenRLHF's, which gets lists of one, as from OpenRLHF itself."""
-
-    def __init__(self, function: Callable[..., Any], tokenizer: Tokenizer) -> None:
-        names = ("response", "prompt", "token_ids", "row")
-        super().__init__(function, OPENRLHF, dict.fromkeys(names, Parameter.empty))
-        self._decode = tokenizer.decode
-
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        prompt, row = given["prompt"], given["row"]
-        lists = {_PLURALS.get(n, n): [v] for n, v in given.items() if n not in _OF_RUN}
-        return {
-            **lists,
-            **{name: given[name] for name in _OF_RUN if name in given},
-            "queries": [prompt + self._decode(given["token_ids"])],
-            "prompts": [prompt],
-            "labels": [row.get("label", row.get("answer", ""))],
-        }
-
-    def _one(self, found: Any, given: Mapping[str, Any]) -> Any:
-        scores = super()._one(found, given)
-        return scores[0] if hasattr(scores, "__len__") and len(scores) == 1 else scores
+    def _one(self, found: Any, given: Values) -> Any:
+        scores = found.get("score", found.get("rewards")) if isinstance(found, dict) else None
+        if scores is not None:
+            own = ("score", "rewards", "scores", "extra_logs")
+            more = {name: value for name, value in found.items() if name not in own}
+            count = len(given["responses"]) if "responses" in given else 1
+            for name, value in {**more, **(found.get("extra_logs") or {})}.items():
+                value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+                if isinstance(value, int | float):
+                    given["log_metric"](name, value)
+                    continue
+                is_column = isinstance(value, list | tuple | Tensor) and len(value) == count
+                given["log_extra"](name, list(value) if is_column else [value] * count)
+            found = scores
+        return (
+            found[0] if self._unwraps and hasattr(found, "__len__") and len(found) == 1 else found
+        )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -50,31 +50,6 @@ def _post(
         return json.load(answer)
 
 
-def logged_scores(
-    found: Any,
-    count: int,
-    log_metric: Callable[[str, float], None],
-    log_extra: Callable[[str, list[Any]], None],
-) -> Any:
-    """The scores of ``count`` responses in a dict as verl's and OpenRLHF's functions return it.
-
-    The rest of it is logged. What is no such dict comes back as it is.
-    """
-    scores = found.get("score", found.get("rewards")) if isinstance(found, dict) else None
-    if scores is None:
-        return found
-    own = ("score", "rewards", "scores", "extra_logs")
-    more = {name: value for name, value in found.items() if name not in own}
-    for name, value in {**more, **(found.get("extra_logs") or {})}.items():
-        value = value.item() if hasattr(value, "dim") and value.dim() == 0 else value
-        if isinstance(value, int | float):
-            log_metric(name, value)
-            continue
-        is_column = isinstance(value, list | tuple) or hasattr(value, "dim")
-        log_extra(name, list(value) if is_column and len(value) == count else [value] * count)
-    return scores
-
-
 @dataclass(frozen=True)
 class RemoteReward:
     """Scores by an HTTP server, asked as OpenRLHF asks a remote reward model.
@@ -83,41 +58,30 @@ class RemoteReward:
     """
 
     url: str
-    decode: Callable[[list[int]], str] | None = None  # text of tokens, special ones included
+    takes_lists = True
     sees_media = False
 
     @property
     def reward_name(self) -> str:
-        """The last part of the address, the reward's name in metrics."""
+        """The last part of the address, its name in metrics."""
         return self.url.rstrip("/").rpartition("/")[2]
 
     def __call__(
-        self,
-        responses: Sequence[str],
-        prompts: Sequence[str],
-        token_ids: Sequence[list[int]],
-        rows: Sequence[Mapping[str, Any]],
-        log_metric: Callable[[str, float], None],
-        log_extra: Callable[[str, list[Any]], None],
-    ) -> Any:
-        """The scores that the server returns.
+        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
+    ) -> dict[str, Any]:
+        """What the server returns.
 
         Raises:
             RuntimeError: if it cannot be reached, or returns no JSON object.
         """
-        assert self.decode is not None, "it is given where the function is found"
-        asked = {
-            "query": [p + self.decode(ids) for p, ids in zip(prompts, token_ids, strict=True)],
-            "prompts": prompts,
-            "labels": [row.get("label", row.get("answer", "")) for row in rows],
-        }
+        asked = {"query": queries, "prompts": prompts, "labels": labels}
         try:
             found = _post(self.url, asked, seconds=REMOTE_SECONDS)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"{self.url} gave no scores: {error}") from error
         if not isinstance(found, dict):
             raise RuntimeError(f"{self.url} returned a {type(found).__name__}, and no JSON object")
-        return logged_scores(found, len(responses), log_metric, log_extra)
+        return found
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ from dschat_lora.runtime.validation import (
     with_recomputation,
 )
 
-OPTIONS = frozenset(
+OPTIONS: frozenset[str] = frozenset(
     (
         *("dtype", "attn_implementation", "trust_remote_code", "base_bits", "chat_template"),
         *("add_eot_token", "eot_token", "gradient_checkpointing", "dropout", "rope_scaling"),
@@ -222,7 +222,7 @@ def _leave_at_exit() -> None:
 def _build(config: TrainerConfig, source: ModelSource) -> TrainerParts:
     if config.model.attn_implementation == "flex_attention":
         raise_together(lambda: check_compiler(device(), FLEX_ATTENTION))
-    check_same_models(source)
+    check_same_models({"": source})
     group = tensor_group(config.parallel)
     check_targets(source, config.model, config.lora, group=group)
     tokenizer = load_tokenizer(source.tokenizer, config.model)

@@ -23,6 +23,7 @@ from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.rl.options.algorithms import ALGORITHMS, Algorithm, PpoConfig, find_algorithm
+from dschat_lora.rl.options.names import of_addons
 
 Tables = Mapping[str, Tensor]
 # (T,) losses of a sequence, given as it came, from its log-probabilities.
@@ -97,8 +98,8 @@ def make_loss(loss: object, options: Mapping[str, Any]) -> Loss:
     if isinstance(loss, Algorithm):
         with held(loss, "algorithm") as name:
             return _of_algorithm(name, options)
-    if not isinstance(loss, str) or not (loss in {**OPTIONS, **ALGORITHMS} or ":" in loss):
-        names = [*OPTIONS, *ALGORITHMS]
+    names = [*OPTIONS, *ALGORITHMS, *of_addons("algorithm")]
+    if not isinstance(loss, str) or not (loss in names or ":" in loss):
         close = difflib.get_close_matches(str(loss), names, 1)
         hint = f"did you mean {close[0]}?" if close else "see the documentation of each"
         raise ValueError(

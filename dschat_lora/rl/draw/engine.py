@@ -156,8 +156,8 @@ class EngineDecoder(Drawing):
     """
 
     def __init__(self, engine: Any, site: EngineSite) -> None:
-        self.engine, self._site, self._name = engine, site, site.config.batch.rollout_engine
-        batch = site.config.batch
+        self.engine, self._site, batch = engine, site, site.config.batch
+        self._where = f"--rollout_engine {batch.rollout_engine}"
         self._at_a_time = None if batch.engine.batches_itself else batch.rows_decoded
         # A tokenizer may have fewer tokens than the model has logits.
         self._vocab_size = int(site.actor.model.config.vocab_size)
@@ -235,27 +235,13 @@ class EngineDecoder(Drawing):
             own = [int(token) for token in tokens]
             reads = row.keeps_logprobs and logprobs is not None
             known = [float(value) for value in logprobs] if reads else None
+            fault = self._fault(row, own, known)
             if logprobs is None and self._site.config.ppo.use_rollout_logprobs:
-                raise EngineError(
-                    f"{self._where} gave no log-probabilities: --use_rollout_logprobs needs them"
-                )
+                fault = "gave no log-probabilities: --use_rollout_logprobs needs them"
             if not own and needed is None:
-                raise EngineError(f"{self._where} drew a response without tokens")
-            if len(own) > row.limit:
-                raise EngineError(
-                    f"{self._where} drew {len(own)} tokens where {row.limit} are the most"
-                )
-            if strange := [token for token in own if not 0 <= token < self._vocab_size]:
-                raise EngineError(
-                    f"{self._where} drew the token {strange[0]}, and the actor has "
-                    f"{self._vocab_size}"
-                )
-            if known is not None and not (len(known) == len(own) and are_logprobs(known)):
-                raise EngineError(
-                    f"{self._where} gave {len(known)} log-probabilities of {len(own)} tokens that "
-                    "are not one in nats for each: leave them out (None), or give those of the "
-                    "distribution that was drawn from"
-                )
+                fault = fault or "drew a response without tokens"
+            if fault:
+                raise EngineError(f"{self._where} {fault}")
             stop = next((n for n, token in enumerate(own, 1) if token in row.ends), None)
             unknown = [math.nan] * len(own[:stop] if row.keeps_logprobs else ())
             drawn = unknown if known is None else known[:stop]
@@ -263,9 +249,19 @@ class EngineDecoder(Drawing):
             turns.append(DecodedTurn(own[:stop], of_policy, drawn, undrawn=False))
         return turns
 
-    @property
-    def _where(self) -> str:
-        return f"--rollout_engine {self._name}"
+    def _fault(self, row: Asked, tokens: list[int], logprobs: list[float] | None) -> str:
+        """What is wrong with a response; empty where nothing is."""
+        if len(tokens) > row.limit:
+            return f"drew {len(tokens)} tokens where {row.limit} are the most"
+        if strange := [token for token in tokens if not 0 <= token < self._vocab_size]:
+            return f"drew the token {strange[0]}, and the actor has {self._vocab_size}"
+        if logprobs is None or (len(logprobs) == len(tokens) and are_logprobs(logprobs)):
+            return ""
+        return (
+            f"gave {len(logprobs)} log-probabilities of {len(tokens)} tokens that are not one in "
+            "nats for each: leave them out (None), or give those of the distribution that was "
+            "drawn from"
+        )
 
     def _told(self, method: str, *values: Any) -> None:
         """Call a method, if the engine has it; on every rank."""

@@ -40,10 +40,10 @@ def free_bytes(here: torch.device) -> int:
 def cache_columns(config: RlhfConfig) -> int:
     """Most positions of a sequence that decoding has room for.
 
-    With an environment or agent, a later turn reads the longest episode so far, and has room for
-    as many tokens as the shortest one may still get.
+    Where turns follow each other, a later one reads the longest episode so far, and has room for as
+    many tokens as the shortest one may still get.
     """
-    further = config.data.max_answer_seq_len if config.has_turns else 0
+    further = config.data.max_answer_seq_len if config.players else 0
     return config.data.max_seq_len + further
 
 
@@ -59,7 +59,7 @@ class OwnEngine(Drawing):
         batch, plan = site.config.batch, site.plan
         self._trained, self._sharded = site.trained, site.sharded
         self._rollout = site.rollout.eval()
-        self._batch_size, self._has_turns = batch.rows_decoded, site.config.has_turns
+        self._batch_size, self._has_turns = batch.rows_decoded, bool(site.config.players)
         self._keeps_memory = plan is not None and plan.keeps_cache
         self._update_bytes = 0 if plan is None else plan.update
         self._decoders = dict[int, Decoder]()

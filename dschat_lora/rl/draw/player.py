@@ -1,6 +1,6 @@
 """Players of a rollout, and how they draw the actor's turns."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.distributed import first_of_model
-from dschat_lora.rl.response.response import DecodedTurn, Response
+from dschat_lora.rl.response.response import Beside, DecodedTurn, Response
 
 Key = tuple[int | str, ...]
 
@@ -178,8 +178,8 @@ class Player(Protocol):
         return None
 
     @property
-    def objects(self) -> Mapping[int, Any] | None:
-        """What reward functions see beside each response of this process, by its place."""
+    def beside(self) -> Beside | None:
+        """What reward functions see beside each response of this process."""
         return None
 
     @property

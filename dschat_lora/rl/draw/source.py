@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.data.samples import PromptSample, SequenceSample, SourcedSamples
+from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.response.response import Response
 
 Pool = SourcedSamples | Sequence[Any]
 
@@ -134,7 +135,7 @@ class Draws:
     prompts: Sequence[PromptSample]  # whose responses are begun, those of the iteration first
     needed: int | None  # how many of them are enough; None: all are needed
     further: Iterator[PromptSample]  # those to ask next, each once
-    answers: Sequence[SequenceSample] = ()  # of the data, which are learnt from beside responses
+    answers: Sequence[Response] = ()  # of data, which are learnt from beside those drawn
 
 
 def prompts_per_iteration(batch: RolloutConfig) -> int:

@@ -19,18 +19,7 @@ class Resampled:
 
     responses: list[Response]
     scores: Scores
-    tries: int  # rounds of further prompts
-    replaced: int  # prompts that were replaced
-    generated: int  # responses to further prompts
-
-    @property
-    def metrics(self) -> dict[str, float | int]:
-        """For the log."""
-        return {
-            "resampling_tries": self.tries,
-            "resampled_prompts": self.replaced,
-            "resampled_responses": self.generated,
-        }
+    metrics: dict[str, float]  # for the log
 
 
 def resample(
@@ -77,7 +66,8 @@ def resample(
             responses[to] = [replace(each, group=place) for each in found[of]]
             scores = _put(scores, to, found_scores, of)
             replaced += 1
-    return Resampled(responses, scores, round_, replaced, generated)
+    counts = {"resampling_tries": round_, "resampled_prompts": replaced}
+    return Resampled(responses, scores, {**counts, "resampled_responses": generated})
 
 
 def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.models.architecture_checks import check_architecture
-from dschat_lora.models.causal_lm import DivergenceHead, Policy
+from dschat_lora.models.causal_lm import Policy
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.learn.experience import Experience, padded
+from dschat_lora.rl.learn.reference import ActorAsItWas, LossHead, Reference
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.batch import ResponseBatch, gather_rows, response_mask
 from dschat_lora.rl.response.response import Response
@@ -24,9 +25,6 @@ from dschat_lora.rl.score.scores import REWARD_MODEL, RewardSum, Scorer, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
-
-if TYPE_CHECKING:
-    from dschat_lora.rl.learn.served_teacher import ServedTeacher
 
 ResultT = TypeVar("ResultT")
 
@@ -36,13 +34,13 @@ class Network(nn.Module):
 
     roles: Mapping[str, Policy | RewardModel]
 
-    def __init__(
-        self, *, divergence: DivergenceHead | None = None, **roles: Policy | RewardModel
-    ) -> None:
-        """Hold the roles, and the head that compares actor and reference where one is wanted."""
+    head: LossHead | None
+
+    def __init__(self, *, head: LossHead | None = None, **roles: Policy | RewardModel) -> None:
+        """Hold the roles, and the head that the reference gives, if any."""
         super().__init__()
         self.roles = nn.ModuleDict(roles)  # type: ignore[assignment]
-        self.divergence = divergence
+        self.head = head
 
     def policy(self, role: str) -> Policy:
         """The actor or the reference."""
@@ -51,28 +49,10 @@ class Network(nn.Module):
         return policy
 
     def forward(self, role: str, *args: Any) -> object:
-        """What the role returns; of ``divergence``, :meth:`compare`."""
-        return self.compare(*args) if role == "divergence" else self.roles[role](*args)
-
-    def compare(
-        self, own: ResponseBatch, read: ResponseBatch, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What :class:`~dschat_lora.models.causal_lm.DivergenceHead` returns of a batch.
-
-        ``own`` is the batch as the actor reads it, ``read`` as the reference does.
-        """
-        assert self.divergence is not None
-        actor, reference = self.policy("actor"), self.policy("reference")
-        with torch.no_grad():
-            other = reference.before_head(read.logit_positions, *read.inputs, None, read.spans)
-        states = actor.before_head(own.logit_positions, *own.inputs, None, own.spans)
-        return self.divergence(
-            states,
-            other,
-            own.target_ids,
-            temperature,
-            are_logits=(actor.full_logits, reference.full_logits),
-        )
+        """What the role returns, or the head where there is none."""
+        if not role and self.head is not None:
+            return self.head.outputs(self, *args)
+        return self.roles[role](*args)
 
 
 class Retry:
@@ -130,9 +110,9 @@ class Engines:
     critic: TrainEngine[Network] | None  # with the reward; None where responses are compared
     reward: TrainEngine[Network] | None  # which of the two has the reward model, if there is one
     temperature: float  # of all log-probabilities
+    reference: Reference = field(default_factory=ActorAsItWas)
     shares_prompts: bool = False  # whether responses to one prompt may be branches of one row
     retry: Retry = field(default_factory=Retry)  # of passes that run out of memory
-    teacher: "ServedTeacher | None" = None  # in the place of a reference
 
     @cached_property
     def trained(self) -> Mapping[str, TrainEngine[Network]]:
@@ -184,16 +164,17 @@ class Engines:
         )
         return batch.table(logprobs, width), batch.table(entropies, width)
 
-    def compared(self, batch: ResponseBatch, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What :meth:`policy` gives of the actor, and its (n, width) divergences from the teacher.
+    def outputs(self, batch: ResponseBatch, width: int) -> tuple[Tensor, ...]:
+        """What :meth:`policy` gives of the actor and, where there is a head, (n, width) losses.
 
-        The divergences alone have a gradient, and entropies where there is a bonus for them.
+        The losses alone have a gradient then, and entropies where there is a bonus for them.
         """
-        logprobs, entropies, divergences = self.retry(
-            lambda: self.actor("divergence", batch, batch.reference or batch, self.temperature)
+        if self.actor.module.head is None:
+            return self.policy(batch, width)
+        logprobs, *found = self.retry(
+            lambda: self.actor("", batch, batch.reference or batch, self.temperature)
         )
-        known = batch.table(logprobs.detach(), width), batch.table(entropies, width)
-        return *known, batch.table(divergences, width)
+        return tuple(batch.table(each, width) for each in (logprobs.detach(), *found))
 
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
@@ -267,7 +248,7 @@ def make_experience(
     mask = response_mask(responses, engines.actor.device)
     width, with_old = mask.shape[1], deferred < len(batches)
     with_values = with_old and engines.critic is not None
-    wait = None if engines.teacher is None else engines.teacher.begin(responses)
+    wait = engines.reference.begin(responses)
     rows = []
     for number, batch in enumerate(batches):
         batch = batch.to(engines.actor.device)
@@ -298,7 +279,7 @@ def make_experience(
         weights=scores.weights,
         logged_metrics=scores.metrics,
         logged_columns=scores.columns,
-        by_divergence=scores.by_divergence,
+        scores_once_known=scores.once_known,
     )
 
 
@@ -325,9 +306,9 @@ def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfCon
     """
     device = engines.actor.device
     roles = {n: role for e in engines.trained.values() for n, role in e.module.roles.items()}
-    # Of one model each, and so of one architecture; but for a teacher, which may be of another.
+    # Of one model each, and so of one architecture; but for a reference, which may be of another.
     policies = [[engines.actor.module.policy("actor")]]
-    if engines.teacher is None:
+    if "reference" in roles:
         reference = engines.actor.module.policy("reference")
         of_one = policies[0][0].model.config.to_dict() == reference.model.config.to_dict()
         policies = [[*policies[0], reference]] if of_one else [*policies, [reference]]

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.advantages import response_sums, to_tokens
+from dschat_lora.algos.advantages import to_tokens
 from dschat_lora.algos.credit import Outcome
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rl.options.algorithms import Algorithm, PpoConfig, RolloutCorrection
-from dschat_lora.rl.options.names import is_own
+from dschat_lora.rl.options.algorithms import (
+    Algorithm,
+    PpoConfig,
+    RolloutCorrection,
+    is_users,
+)
 from dschat_lora.rl.response.batch import (
     Batching,
     Minibatch,
@@ -45,8 +49,8 @@ class Experience:
     weights: Mapping[str, float] = field(default_factory=dict)  # of those in the scores
     logged_metrics: Mapping[str, float] = field(default_factory=dict)  # by reward functions
     logged_columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries each, too
-    # scores are minus the divergence from the teacher, once it is known
-    by_divergence: bool = False
+    # gives the (N,) scores once log-probabilities are known; None: they are
+    scores_once_known: "Callable[[Experience], Tensor] | None" = None
 
     @property
     def counts(self) -> Tensor:
@@ -73,11 +77,11 @@ class Experience:
         return torch.where(self.mask, estimate(self.logprobs, self.ref_logprobs), 0)
 
     def scored(self) -> "Experience":
-        """With scores that log-probabilities are needed for: minus the divergence, in nats."""
-        if not self.by_divergence or self.logprobs is None:
+        """With scores that log-probabilities are needed for."""
+        if self.scores_once_known is None or self.logprobs is None:
             return self
-        scores = -response_sums(self.kl(), self.mask)
-        return replace(self, scores=scores.masked_fill(~self.counts, torch.nan))
+        scores = self.scores_once_known(self).masked_fill(~self.counts, torch.nan)
+        return replace(self, scores=scores)
 
     def table(self, rows: Iterable[Sequence[float]]) -> Tensor:
         """(N, R) of a number for each token of the responses, 0 in the padding."""
@@ -279,7 +283,7 @@ def advantages_and_returns(
         logprobs=experience.logprobs,
         ref_logprobs=experience.ref_logprobs,
     )
-    where, is_users = f"--algorithm {config.algorithm}", is_own("algorithm", config.algorithm)
+    where = f"--algorithm {config.algorithm}"
     try:
         found = config.rules.estimate(outcome)
     except Exception as error:
@@ -297,6 +301,6 @@ def advantages_and_returns(
     advantages = advantages.detach().to(mask.device, rewards.dtype)
     if advantages.dim() == 1:
         advantages = to_tokens(advantages, mask)
-    if is_users and not bool(advantages[mask].isfinite().all()):
+    if is_users(config.algorithm) and not bool(advantages[mask].isfinite().all()):
         raise ValueError(f"{where} gives advantages that are not finite")
     return AdvantagesAndReturns(advantages, returns)

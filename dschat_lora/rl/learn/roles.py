@@ -1,6 +1,8 @@
 """Actor, reference, critic and reward model, on one frozen base where possible."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,12 +41,10 @@ class Roles:
     """The models of a run. Those on one base share its parameters."""
 
     actor: AdaptedModel  # trains
-    # the actor as it was or the teacher, frozen; None where a server is the teacher
-    reference: AdaptedModel | None
+    reference: AdaptedModel | None  # frozen; None where something else gives its figures
     critic: AdaptedModel | None  # trains; None where responses are compared instead
     reward: AdaptedModel | None  # frozen; None where a function alone scores
     rollout: PreTrainedModel  # the actor's parameters without an engine's hooks, for generation
-    teaches: bool = False  # whether the reference is a teacher
 
     @property
     def models(self) -> dict[str, AdaptedModel]:
@@ -146,24 +146,20 @@ def build_roles(
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.
     """
-    build = _Builder(config, tokenizer, dtype=dtype, meta=meta, group=group)
+    build = _Builder(config, tokenizer, {"dtype": dtype, "meta": meta, "group": group})
     with option_errors_for("actor"):
         base = build.language_base(sources.actor) if build.is_frozen("actor") else None
-        actor = build.policy(sources.actor, base=base)
-    reference = None
-    if sources.teacher is None and config.teacher.server is None:
+        actor = build.policy(sources.actor, base)
+    reference, other = None, config.reference
+    if other is not None and sources.reference is not None:
+        with option_errors_for(other.role):
+            own = build.base_of(sources.reference, bits=other.bits)
+            of = base if own == build.base_of(sources.actor) else None
+            options = other.model(config.load)
+            reference = frozen(build.policy(sources.reference, of, trained=False, options=options))
+    elif other is None or not other.is_served:
         with option_errors_for("actor"):
-            reference = frozen(build.policy(sources.actor, base=base, trained=False))
-    elif sources.teacher is not None:
-        with option_errors_for("teacher"):
-            own = build.base_of(sources.teacher, bits=config.teacher.teacher_bits)
-            teacher = build.policy(
-                sources.teacher,
-                base=base if own == build.base_of(sources.actor) else None,
-                trained=False,
-                options=config.teacher.model(config.load),
-            )
-            reference = frozen(teacher)
+            reference = frozen(build.policy(sources.actor, base, trained=False))
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
@@ -174,22 +170,20 @@ def build_roles(
         elif base is None or not (has_adapter and alike):
             base = build.scored_base(start, new_head=new_head)
         if sources.critic is not None:
-            reward = frozen(build.scorer(start, base=base, trained=False))
+            reward = frozen(build.scorer(start, base, trained=False))
         if config.has_critic:
-            critic = build.scorer(start, base=base, new_head=new_head)
+            critic = build.scorer(start, base, new_head=new_head)
             if new_head:
                 zero_head_(critic.model)
     rollout = share_parameters(actor.model)
-    return Roles(actor, reference, critic, reward, rollout, config.ppo.rules.distills)
+    return Roles(actor, reference, critic, reward, rollout)
 
 
 @dataclass(frozen=True)
 class _Builder:
     config: RlhfConfig
     tokenizer: Tokenizer
-    dtype: torch.dtype
-    meta: bool
-    group: TensorGroup | None
+    how: Mapping[str, Any]  # dtype, meta, group
 
     def is_frozen(self, role: str) -> bool:
         """Whether the base of a role never changes."""
@@ -202,73 +196,50 @@ class _Builder:
         return source.base, source.rope_scaling, held
 
     def language_base(self, source: ModelSource) -> PreTrainedModel:
-        model_config = as_trained(self.config.actor.model(self.config.load), source)
-        return load_causal_lm(
-            source.base,
-            load_config(source.base, model_config),
-            model_config,
-            dtype=self.dtype,
-            meta=self.meta,
-            group=self.group,
-        ).requires_grad_(False)
+        options = as_trained(self.config.actor.model(self.config.load), source)
+        fields = load_config(source.base, options)
+        return load_causal_lm(source.base, fields, options, **self.how).requires_grad_(False)
 
     def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
-        model_config = as_trained(self.config.critic.model(self.config.load), source)
-        return load_reward_model(
-            source.base,
-            load_config(source.base, model_config),
-            model_config,
-            dtype=self.dtype,
-            # An adapter's head replaces this one.
-            seed=self.config.run.seed if new_head or source.adapter is not None else None,
-            meta=self.meta,
-            group=self.group,
-        ).requires_grad_(False)
+        options = as_trained(self.config.critic.model(self.config.load), source)
+        fields = load_config(source.base, options)
+        # An adapter's head replaces this one.
+        seed = self.config.run.seed if new_head or source.adapter is not None else None
+        model = load_reward_model(source.base, fields, options, seed=seed, **self.how)
+        return model.requires_grad_(False)
 
     def policy(
         self,
         source: ModelSource,
-        *,
         base: PreTrainedModel | None,
+        *,
         trained: bool = True,
         options: ModelConfig | None = None,
     ) -> AdaptedModel:
+        own = self.config.actor
+        options, lora = options or own.model(self.config.load), self._lora(own, trained)
+        seed = self.config.run.seed
         return build_causal_lm(
-            source,
-            self.tokenizer,
-            options or self.config.actor.model(self.config.load),
-            self._lora(self.config.actor) if trained else LoraConfig(),
-            base=base,
-            dtype=self.dtype,
-            seed=self.config.run.seed,
-            meta=self.meta,
-            group=self.group,
+            source, self.tokenizer, options, lora, base=base, seed=seed, **self.how
         )
 
     def scorer(
         self,
         source: ModelSource,
-        *,
         base: PreTrainedModel | None,
+        *,
         trained: bool = True,
         new_head: bool = False,
     ) -> AdaptedModel:
-        options = self.config.critic
+        own = self.config.critic
+        options, lora = own.model(self.config.load), self._lora(own, trained)
+        head = {"new_head": new_head, "seed": self.config.run.seed}
         return build_reward_model(
-            source,
-            self.tokenizer,
-            options.model(self.config.load),
-            self._lora(options) if trained else LoraConfig(),
-            base=base,
-            new_head=new_head,
-            dtype=self.dtype,
-            seed=self.config.run.seed,
-            meta=self.meta,
-            group=self.group,
+            source, self.tokenizer, options, lora, base=base, **head, **self.how
         )
 
-    def _lora(self, options: RoleConfig) -> LoraConfig:
-        return options.lora(self.config.classic.only_optimize_lora)
+    def _lora(self, own: RoleConfig, trained: bool) -> LoraConfig:
+        return own.lora(self.config.classic.only_optimize_lora) if trained else LoraConfig()
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:

@@ -67,9 +67,6 @@ class Updater:
         self._looks = self._deferred or steps.from_sampler
         self._learning = learning
         self._engines, self._config = engines, config
-        self._actor_outputs: Callable[..., tuple[Tensor, ...]] = engines.policy
-        if config.rules.distills and engines.actor.module.divergence is not None:
-            self._actor_outputs = engines.compared
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
         self._pretraining = pretraining if "actor" in learning else None
         self._rescale_values = rescale_values
@@ -144,7 +141,7 @@ class Updater:
         for batch in batches:
             last = batch is batches[-1]
             with torch.set_grad_enabled(actor_learns):
-                logprobs, entropy, *divergence = self._actor_outputs(batch, width)
+                logprobs, entropy, *of_head = engines.outputs(batch, width)
             values = None
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))
@@ -155,7 +152,7 @@ class Updater:
             if self.targets is None:
                 self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
-            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums, *divergence)
+            policy, ratio_error = self._policy_loss(rows, logprobs, entropy, sums, *of_head)
             losses = {"actor": policy} if actor_learns else {}
             if values is not None:
                 losses["critic"] = self._value_loss(rows, values, sums)
@@ -209,7 +206,7 @@ class Updater:
         logprobs: Tensor,
         entropy: Tensor,
         sums: Sums,
-        divergence: Tensor | None = None,
+        of_head: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
         config, mask, weights = self._config, self._mask[rows], self._weights[rows]
@@ -226,10 +223,10 @@ class Updater:
         parts: PolicyLoss = config.surrogate(logprobs, old, advantages, mask)
         entropy = torch.where(mask, entropy, 0)
         loss = parts.total
-        if divergence is not None:
-            loss = (weights * torch.where(mask, divergence, 0)).sum()
+        if of_head is not None:
+            loss = (weights * torch.where(mask, of_head, 0)).sum()
         loss = policy = loss - self._entropy_coef * (weights * entropy).sum()
-        if config.kl_in == "loss" and self._kl_coef and not config.rules.distills:
+        if config.kl_in == "loss" and self._kl_coef and config.rules.learns_from_rewards:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])
             loss = loss + self._kl_coef * (weights * torch.where(mask, kl, 0)).sum()
         _add(sums, loss=loss, policy=policy, entropy=entropy.sum())

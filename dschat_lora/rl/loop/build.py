@@ -1,8 +1,8 @@
 """Parts of a run, built from its setup: engines, generator, pretraining text."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,8 @@ from dschat_lora.engine.distributed import data_rank, data_world_size, device, r
 from dschat_lora.generation.stops import end_of_text, stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import compile_blocks
-from dschat_lora.models.causal_lm import DivergenceHead
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.report.rollouts import open_rollouts
+from dschat_lora.report.rollout_file import open_rollouts
 from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.engines import (
@@ -30,8 +29,6 @@ from dschat_lora.rl.loop.parts import (
     KlControl,
     Parts,
     RolloutLog,
-    RunOfPart,
-    UserPart,
 )
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
@@ -49,25 +46,18 @@ def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
     config, roles = setup.config, setup.models.roles
     entropy_trains = config.ppo.has_entropy_bonus
-    reference = roles.reference and roles.reference.model
+    reference = None if roles.reference is None else roles.reference.model
     policies = policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
-    own: dict[str, Any] = {**policies}
-    beta = config.teacher.beta
-    if config.ppo.rules.distills and beta is not None:
-        assert roles.reference is not None, "options refuse it with a server"
-        own["divergence"] = DivergenceHead(
-            roles.actor.model,
-            roles.reference.model,
-            beta=beta,
-            top_k=config.teacher.distill_top_k,
-            entropy_trains=entropy_trains,
-        )
+    head = None
+    if reference is not None:
+        head = setup.reference.head(roles.actor.model, reference, entropy_trains=entropy_trains)
     found = {"critic": roles.critic, "reward": roles.reward}
     scorers: dict[str, Any] = {n: RewardModel(m.model) for n, m in found.items() if m is not None}
-    actor = _engine(setup, "actor", Network(**own, **({} if roles.critic else scorers)))
+    beside = {} if roles.critic else scorers
+    actor = _engine(setup, "actor", Network(head=head, **policies, **beside))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
     reward = (critic or actor) if roles.reward is not None else None
-    engines = Engines(actor, critic, reward, config.batch.temperature, teacher=setup.teacher.server)
+    engines = Engines(actor, critic, reward, config.batch.temperature, setup.reference)
     if config.load.compile:
         # Those that decode are other modules, and not compiled.
         for each in roles.models.values():
@@ -115,7 +105,7 @@ def make_parts(
     """The parts of a run by its options.
 
     Raises:
-        ValueError: if one of ``--parts`` is none.
+        ValueError: if one of an add-on's cannot be made.
     """
     config, classic, run = setup.config, setup.config.classic, setup.run
     assert run.directory is not None, "a dry run keeps nothing"
@@ -135,10 +125,9 @@ def make_parts(
         from dschat_lora.rl.learn.ema import MovingAverage
 
         average = MovingAverage(actor, classic.ema_decay)
-    of_parts = RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier)
-    own: list[Any] = [UserPart(name, replace(of_parts, files={})) for name in classic.parts]
     entropy = EntropyTarget(config.ppo.target_entropy, progress)
-    own += [each.part(setup) for each in groups_of(config, "part")]
+    makers = groups_of(config, "made_parts")
+    own = chain.from_iterable(each.made_parts(setup, progress) for each in makers)
     parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
     return Parts([part for part in parts if part is not None])
 

@@ -19,7 +19,7 @@ from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardFunctions
 from dschat_lora.rl.score.user_functions import TrainerState
-from dschat_lora.rl.watch.metrics import agent_metrics, rewards_by_name, turn_metrics
+from dschat_lora.rl.watch.metrics import rewards_by_name
 from dschat_lora.runtime.loop import AnswerLog, EvalResults
 
 
@@ -49,7 +49,7 @@ class RlhfEvaluator:
             return
         run = self.setup.run
         run.interrupts.check()
-        # One after the other: an environment's objects are those of the latest episodes.
+        # One after the other: a player may keep what is of the latest responses.
         greedy = self._answers(do_sample=False)
         of_greedy, greedy_values = self._described(greedy)
         sampled, values = self._described(self._answers(do_sample=True))
@@ -94,8 +94,7 @@ class RlhfEvaluator:
             num_generations=1,
             key=("eval", config.run.seed),
         )
-        responses, prompts = self.generator.player.checked(responses), self.setup.teacher.prompts
-        return responses if prompts is None else prompts(responses)
+        return self.setup.reference.reading(self.generator.player.checked(responses))
 
     def _described(self, responses: list[Response]) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Means over the responses, scored without an update to come, and (N,) scores of each."""
@@ -117,8 +116,7 @@ class RlhfEvaluator:
             **(rewards_by_name(experience) if counts.any() else {}),
             "kl": float(kl.double().mean()),
             "response_length": sum(r.num_actor_tokens for r in played) / len(played),
-            **turn_metrics(played),
-            **agent_metrics(responses),
+            **setup.config.response_metrics(responses, played),
             "eos_rate": sum(r.ended for r in played) / len(played),
         }
         values = {"reward": experience.scores.masked_fill(~counts, math.nan)}

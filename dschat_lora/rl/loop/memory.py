@@ -41,7 +41,7 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
             num_generations=config.batch.num_generations,
             batch_size=config.batch.rows_decoded,
             decodes_here=config.batch.engine.decodes_actor,
-            compares=roles.teaches and config.teacher.beta is not None,
+            compares=_logit_bytes(config) is not None,
         )
     return Costs(keeping_cache(plan, config, settings, free=free), unpacked, counter)
 
@@ -86,22 +86,14 @@ def trained_models(
             recomputes=is_on(getattr(config, name).gradient_checkpointing),
             tokens=config.batch.tokens_per_device,
             offloads=offloads_inputs(config),
-            logit_bytes=divergence_bytes(config) if name == "actor" else None,
+            logit_bytes=_logit_bytes(config) if name == "actor" else None,
         )
         for name, each in roles.trained.items()
     }
 
 
-def divergence_bytes(config: RlhfConfig) -> int | None:
-    """Bytes at a time for each logit of a chunk that is compared with a teacher's; None: none is.
-
-    They are tables in fp32, as torch's profiler counts them: of both models, their logarithms, and
-    what the backward pass makes.
-    """
-    beta = config.teacher.beta
-    if beta is None or not config.ppo.rules.distills:
-        return None
-    return 4 * (9 + 4 * (0 < beta < 1) + 3 * config.ppo.has_entropy_bonus)
+def _logit_bytes(config: RlhfConfig) -> int | None:
+    return None if config.reference is None else config.reference.logit_bytes(config)
 
 
 def unpacking_for_rollouts(
@@ -152,7 +144,7 @@ def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     if not config.batch.engine.decodes_actor:
         return config.batch.engine.bytes_beside_training(config)
     tokens = config.batch.rows_decoded * cache_columns(config)
-    if config.has_turns and device_type() == "cpu":
+    if config.players and device_type() == "cpu":
         tokens *= 2
     group = group_of(model)
     return tokens * cached_token_bytes(model) // (1 if group is None else group.size)

@@ -1,13 +1,9 @@
-"""Parts of an iteration beside drawing, scoring and learning: coefficients that adapt, averages,
-logs, and those of the user's own.
-"""
+"""Parts of an iteration beside drawing, scoring and learning: coefficients that adapt, and logs."""
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,15 +12,12 @@ from torch import Tensor
 from dschat_lora.algos.advantages import response_sums
 from dschat_lora.algos.kl import adapted_kl_coef
 from dschat_lora.data.media import MediaReader, has_media
-from dschat_lora.engine.distributed import raise_together, rank
-from dschat_lora.models.loading import Tokenizer
+from dschat_lora.engine.distributed import rank
 from dschat_lora.report.appended_file import AppendedFile
-from dschat_lora.report.log import RunLog
-from dschat_lora.report.rollouts import FILE, as_member
+from dschat_lora.report.rollout_file import as_member
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, StepResult
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.options.names import load_object, made
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import messages_after_prompt
 
@@ -36,15 +29,14 @@ ROWS_BY_TOKEN = 4
 
 
 CALLED = ("after_step", "after_iteration", "before_checkpoint")
-# Of the parts of add-ons, which their options make by ``part(setup)``.
 _CALLED = (*CALLED, "after_log", "after_evaluation", "stopped_by")
 
 
 class Part(Protocol):
     """What follows optimizer steps and iterations, on every rank; it may leave out any method.
 
-    Parts with ``state()`` and ``restore(state)`` are of the run's checkpoints, by their name. A
-    user's ``begin(run)`` gets a :class:`RunOfPart` before the first iteration.
+    Parts with ``state()`` and ``restore(state)`` are of the run's checkpoints, by their name. An
+    add-on's are made by ``made_parts(setup, progress)`` of its options.
     """
 
     name: str
@@ -77,18 +69,8 @@ class Parts:
     """All parts of a run, in order; call methods on every rank."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        """Take the parts.
-
-        Raises:
-            ValueError: if two have one name, under which checkpoints keep them.
-        """
-        names = [part.name for part in parts]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(
-                f"--parts names {twice[0].removeprefix('part ')} twice: give each a name of its own"
-            )
         self._parts = parts
-        self._failure: PartError | None = None
+        self._failure: UserFunctionError | None = None
         self._called = {
             name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in _CALLED
         }
@@ -106,9 +88,15 @@ class Parts:
         for function in self._called["after_iteration"]:
             try:
                 found |= function(experience, targets) or {}
-            except PartError as error:
+            except UserFunctionError as error:
                 self._failure = error
         return found
+
+    def check_names(self, taken: Collection[str]) -> None:
+        """Refuse metrics of an add-on's part that have a name which is ``taken``."""
+        for part in self._parts:
+            if hasattr(part, "check_names"):
+                part.check_names(taken)
 
     def warnings(self, moment: str, metrics: Mapping[str, Any]) -> list[str]:
         """Those ``after_log`` or ``after_evaluation``."""
@@ -123,7 +111,7 @@ class Parts:
         """Raise what failed of the user's, once the iteration is in the log.
 
         Raises:
-            PartError: naming the part.
+            UserFunctionError: naming the part.
         """
         if self._failure is not None:
             raise self._failure
@@ -230,150 +218,6 @@ class RolloutLog:
                 if self._media is not None and has_media(response.prompt):
                     row["media"] = self._media.described(response.prompt)
             self._file.append(as_member(rows))
-
-
-class PartError(UserFunctionError):
-    """A part of the user's failed; the cause is its error. Raised on every rank."""
-
-    what = "one of --parts"
-
-
-@dataclass(frozen=True)
-class RunOfPart:
-    """What the ``begin`` of a part of the user's gets."""
-
-    output_dir: Path
-    tokenizer: Tokenizer
-    progress: RlhfProgress  # with ``iteration`` and ``step``, those made so far
-    log: RunLog
-    earlier: Path | None = None  # directory of the run that is gone on from elsewhere
-    files: dict[str, AppendedFile] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)  # names of files of all parts
-
-    def appended(self, name: str, head: str = "") -> AppendedFile:
-        """A file of the run's directory, to ``append`` text to after each step or iteration.
-
-        Rank 0 alone writes. ``head`` stands before the first of it. Where the run is resumed, what
-        was appended after its checkpoint is cut off.
-
-        Raises:
-            ValueError: if the name is a path, or that of a file of the run or of another part.
-        """
-        known = {"metrics.jsonl", "run.json", "report.html", FILE} | self.taken
-        if name in known or Path(name).name != name:
-            raise ValueError(f"appended({name!r}): give a name of its own in the run's directory")
-        self.taken.add(name)
-        source = None if self.earlier is None else self.earlier / name
-        file = AppendedFile(
-            self.output_dir / name, self.log, active=rank() == 0, source=source, head=head
-        )
-        self.files[name] = file
-        return file
-
-
-def find_part(option: str) -> Any:
-    """The class or object of the user's that ``--parts`` names.
-
-    Raises:
-        ValueError: if there is none, or it has no method that is called.
-    """
-    found = load_object("parts", option)
-    if not any(hasattr(found, name) for name in CALLED):
-        kind = found if isinstance(found, type) else type(found)
-        raise ValueError(
-            f"--parts {option} must have after_iteration(experience, targets), after_step(result) "
-            f"or before_checkpoint(); {kind.__name__} has none"
-        )
-    return found
-
-
-class UserPart:
-    """A part of the user's, any method of which may be missing; its files are kept with it."""
-
-    def __init__(self, option: str, run: RunOfPart) -> None:
-        """Make an object of the class that ``option`` names, or take the object, and begin.
-
-        Raises:
-            ValueError: as :func:`find_part`, or if it appends to a file as it begins.
-        """
-        self._option, self._run = option, run
-        self._failure: RuntimeError | None = None
-        self._part = made("parts", option, find_part(option))
-        self.name = f"part {getattr(self._part, 'name', type(self._part).__name__)}"
-        raise_together(lambda: self._call("begin", run))
-        # Where the run is resumed, the file would be written anew.
-        if begun := [name for name, file in run.files.items() if file.state()["bytes"]]:
-            raise ValueError(
-                f"--parts {option} appends to {begun[0]} in begin: give what comes first as "
-                f"run.appended({begun[0]!r}, head=...)"
-            )
-
-    def after_step(self, result: StepResult) -> None:
-        """Tell of a step; what fails is raised once its iteration is whole."""
-        try:
-            self._call("after_step", result)
-        except RuntimeError as error:
-            self._failure = self._failure or error
-
-    def after_iteration(
-        self, experience: Experience, targets: AdvantagesAndReturns | None
-    ) -> dict[str, float]:
-        """Metrics of the part.
-
-        Raises:
-            PartError: if it fails, or returns something else.
-        """
-
-        def call() -> dict[str, float]:
-            if self._failure is not None:
-                raise self._failure
-            found = self._call("after_iteration", experience, targets)
-            try:
-                return {str(name): float(value) for name, value in dict(found or {}).items()}
-            except (TypeError, ValueError) as error:
-                raise RuntimeError(
-                    f"--parts {self._option}: after_iteration must return metrics, numbers by "
-                    f"name, or None, got {found!r}"
-                ) from error
-
-        try:
-            return raise_together(call)
-        except RuntimeError as error:
-            raise PartError(str(error)) from error
-
-    def before_checkpoint(self) -> None:
-        self._call("before_checkpoint")
-        for file in self._run.files.values():
-            file.sync()
-
-    def state(self) -> dict[str, Any]:
-        own = self._call("state")
-        try:
-            json.dumps(own)
-        except (TypeError, ValueError) as error:
-            raise RuntimeError(
-                f"--parts {self._option}: state must return what JSON holds: {error}"
-            ) from error
-        return {"own": own, "files": {n: file.state() for n, file in self._run.files.items()}}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        for name, of_file in state["files"].items():
-            if name in self._run.files:
-                self._run.files[name].restore(of_file)
-        if state["own"] is not None:
-            self._call("restore", state["own"])
-
-    def _call(self, method: str, *args: Any) -> Any:
-        """What a method returns; None where there is none.
-
-        Raises:
-            RuntimeError: if it fails, naming the part.
-        """
-        function = getattr(self._part, method, None)
-        try:
-            return None if function is None else function(*args)
-        except Exception as error:
-            raise RuntimeError(f"--parts {self._option}: {method} failed: {error!r}") from error
 
 
 def rollout_rows(

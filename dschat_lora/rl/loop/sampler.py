@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.loader import Tail, sample_sources, told_sources
@@ -24,10 +23,8 @@ from dschat_lora.rl.draw.source import (
     Source,
     prompts_per_iteration,
 )
-from dschat_lora.rl.learn.teacher import answer_of
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup
-from dschat_lora.rl.options.inputs import answers_data
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores
 from dschat_lora.rl.watch.metrics import source_metrics, version_metrics
@@ -56,9 +53,9 @@ class RolloutSampler:
         self.source, self._answers = self.schedule.source, None
         if (answers := setup.data.answers) is not None:
             responses = self.source.per_iteration * batch.num_generations
-            count = max(1, round((1 - config.teacher.on_policy_share) * responses))
+            count = max(1, round(answers.share * responses))
             self._answers = _source(
-                setup, answers_data(config), answers, iteration, count, kind="samples"
+                setup, answers.data, answers.prepared, iteration, count, kind="samples"
             )
         sampling = Sampling(
             max_new_tokens=config.data.max_answer_seq_len,
@@ -81,14 +78,14 @@ class RolloutSampler:
     def draw(
         self, scores_of: Callable[[Sequence[Response]], Scores]
     ) -> tuple[list[Response], Scores | None]:
-        """The actor's responses and, by ``--on_policy_share``, answers of the data.
+        """The actor's responses and, where the reference has such, answers of data.
 
         Dynamic sampling replaces some by their scores, and returns those of what is left.
 
         Raises:
             BrokenWeightsError, RolloutError, StreamError: if they could not be drawn.
         """
-        setup, config, iteration = self._setup, self._config, self.progress.iteration
+        config, iteration = self._config, self.progress.iteration
         phase = self.timer.phase
         with phase("generation"):
             draws, begun = self.draws_of(iteration), self._rollouts
@@ -97,9 +94,8 @@ class RolloutSampler:
             drawn = self._generator.player.checked(drawn)
             responses = [replace(each, group=places[each.group]) for each in drawn]
             first = draws.needed or len(draws.prompts)
-            responses += [answer_of(each, group=n) for n, each in enumerate(draws.answers, first)]
-            if setup.teacher.prompts is not None:
-                responses = setup.teacher.prompts(responses)
+            responses += [replace(each, group=n) for n, each in enumerate(draws.answers, first)]
+            responses = self._setup.reference.reading(responses)
         scores, metrics = None, dict[str, float]()
         if tries := config.ppo.dynamic_sampling:
             from dschat_lora.rl.learn.dynamic_sampling import resample
@@ -114,7 +110,7 @@ class RolloutSampler:
                 ),
                 score=phase("scoring")(scores_of),
             )
-            responses, scores, metrics = found.responses, found.scores, {**found.metrics}
+            responses, scores, metrics = found.responses, found.scores, found.metrics
         if draws.needed is not None:
             metrics["cut_prompts"] = len(draws.prompts) - draws.needed
         metrics |= version_metrics(responses, iteration)
@@ -144,16 +140,10 @@ class RolloutSampler:
         config, block = self._config, self.source.block(iteration)
         prompts, needed = [*block], None
         further = block.others("further prompts", config.run.seed, iteration)
-        answers = []
+        answers = list[Response]()
         if self._answers is not None:
-            # Of a prompt all responses are drawn, or none; its fraction is rounded at random.
-            wanted = config.teacher.on_policy_share * len(prompts)
-            chance = stream_seed("on-policy share", config.run.seed, iteration) / 2**63
-            prompts = prompts[: int(wanted + chance)]
             pool = self._answers.block(iteration).pool
-            order = permutation(len(pool), "answers", config.run.seed, iteration)
-            count = (len(block) - len(prompts)) * config.batch.num_generations
-            answers = [pool[int(order[n % len(order)])] for n in range(count)]
+            prompts, answers = self._setup.reference.mixed(prompts, pool, iteration=iteration)
         if config.batch.oversample > 1:
             needed = len(prompts)
             prompts += islice(further, config.batch.oversampled(needed) - needed)

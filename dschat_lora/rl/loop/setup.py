@@ -18,8 +18,8 @@ from dschat_lora.models.loading import Tokenizer, attention_note, load_config, l
 from dschat_lora.models.option_checks import position_limit
 from dschat_lora.rl.draw.player import AsksForColumns, OneTurn, Player
 from dschat_lora.rl.draw.source import check_others
+from dschat_lora.rl.learn.reference import ActorAsItWas, Answers, Reference
 from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
-from dschat_lora.rl.learn.teacher import Teacher, load_teacher
 from dschat_lora.rl.loop.memory import (
     Costs,
     memory_plan,
@@ -31,12 +31,11 @@ from dschat_lora.rl.loop.validation import fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import (
     Sources,
-    answers_data,
     find_sources,
     other_tokenizer,
     text_data,
 )
-from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
+from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.memory import MemoryPlan, advice, explaining_memory, free_memory
 from dschat_lora.runtime.run import OpenRun
@@ -64,7 +63,7 @@ class RlhfData:
 
     prompts: Prepared
     text: Prepared | None  # pretraining text to mix in
-    answers: Prepared | None  # of the prompts' rows, to learn from beside those that are drawn
+    answers: Answers | None  # to learn from beside those that are drawn
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class RlhfSetup:
     models: Models
     costs: Costs
     scoring: Scoring
-    teacher: Teacher
+    reference: Reference
     player: Player  # of the rollouts
     engine_started: Any  # what the rollout engine needs to have before models take memory
     identity: dict[str, Any] = field(default_factory=dict)  # what the run's state belongs to
@@ -98,20 +97,20 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     if config.load.compile:
         prepare_to_compile(run)
     sources = find_sources(config)
-    check_same_models(sources.actor, sources.critic, sources.teacher)
+    check_same_models(sources.by_role)
     config = _with_fitting_lengths(config, sources)
     group = tensor_group(config.parallel)
     check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
-    teacher = load_teacher(config, tokenizer, sources, run)
+    own = config.reference
+    reference = ActorAsItWas() if own is None else own.load(config, tokenizer, sources, run)
     player: Player = OneTurn()
-    if config.has_turns:
-        from dschat_lora.rl.play.players import load_player
-
-        player = load_player(config, tokenizer, run.closing)
-    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, objects=player.objects)
-    data = _read_data(config, tokenizer, run, [*player.asks, *scoring.asks], sources.actor.base)
+    for playing in config.players:
+        player = playing.player(config, tokenizer, run.closing)
+    scoring = load_scoring(config, tokenizer, episodes=player.reward_name, beside=player.beside)
+    asking = [*player.asks, *scoring.asks]
+    data = _read_data(config, tokenizer, run, reference, asking, sources.actor.base)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
     build = partial(
@@ -126,7 +125,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     models = Models(sources, roles, settings)
     config = _resolve_recomputation(config, settings, roles, run, free=free)
     run, costs = replace(run, config=config), plan_costs(config, models, free=free)
-    setup = RlhfSetup(run, tokenizer, data, models, costs, scoring, teacher, player, started)
+    setup = RlhfSetup(run, tokenizer, data, models, costs, scoring, reference, player, started)
     _describe(setup)
     if costs.unpacked is not None:
         run.log.say(f"  note         {unpacking_note(roles, costs.unpacked)}")
@@ -150,6 +149,7 @@ def _read_data(
     config: RlhfConfig,
     tokenizer: Tokenizer,
     run: OpenRun[RlhfConfig],
+    reference: Reference,
     asking: Iterable[AsksForColumns],
     base: str,
 ) -> RlhfData:
@@ -172,7 +172,7 @@ def _read_data(
             raise ValueError(remedy)
         return found
 
-    text = answers = None
+    text = None
     if (data := text_data(config)) is not None:
         # Of text nothing is learnt about where answers end: it may be cut.
         text = read(
@@ -181,14 +181,7 @@ def _read_data(
             f"--unsupervised_dataset_name {config.pretraining.unsupervised_dataset_name} holds no "
             "text to learn from",
         )
-    if config.ppo.rules.distills and config.teacher.on_policy_share < 1:
-        answers = read(
-            answers_data(config),
-            "answers",
-            f"--on_policy_share {config.teacher.on_policy_share:g} needs rows with answers, and "
-            f"--data_path {' '.join(config.data.data_path)} has none: use --on_policy_share 1",
-        )
-    return RlhfData(prompts, text, answers)
+    return RlhfData(prompts, text, reference.answers(read))
 
 
 def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
@@ -196,8 +189,7 @@ def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
     limits = []
     for role, source in sources.by_role.items():
         with option_errors_for(role):
-            options: RoleConfig | TeacherConfig = getattr(config, role)
-            model = as_trained(options.model(config.load), source)
+            model = as_trained(config.of_role(role).model(config.load), source)
             limits.append(position_limit(load_config(source.base, model).to_dict(), {}))
     return fit_lengths(config, limits)
 
@@ -211,8 +203,9 @@ def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfCon
         source = sources.by_role.get(role, sources.actor)
         model = load_config(source.base, options.model(config.load))
         lora = options.lora(config.classic.only_optimize_lora)
-        stage = "distill" if config.ppo.rules.distills else config.stage
-        rates = ruled_rates(model.model_type, model.hidden_size, stage=stage, lora=lora)
+        stage, factor = (config.stage, None) if (o := config.reference) is None else o.rates
+        size = model.hidden_size
+        rates = ruled_rates(model.model_type, size, stage=stage, factor=factor, lora=lora)
         typed = f"{role}_lora_learning_rate" in config.given
         adapter = options.lora_learning_rate if typed else rates.adapter
         found[role] = replace(options, ruled=(rates.base, adapter))
@@ -226,14 +219,13 @@ def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
     """The actor's tokenizer, which all roles must share: they read the very same tokens.
 
     Raises:
-        ValueError: if the reward model, or the teacher, was trained with another.
+        ValueError: if the reward model, or the reference, was trained with another.
     """
     with option_errors_for("actor"):
         tokenizer = load_tokenizer(sources.actor.tokenizer, config.actor.model(config.load))
     for role, source in sources.by_role.items():
-        options: RoleConfig | TeacherConfig = getattr(config, role)
         with option_errors_for(role):
-            other = load_tokenizer(source.tokenizer, options.model(config.load))
+            other = load_tokenizer(source.tokenizer, config.of_role(role).model(config.load))
         if _rules(other) != _rules(tokenizer):
             raise ValueError(other_tokenizer(config, role))
     return tokenizer
@@ -334,11 +326,9 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
         "text": None if data.text is None else data.text.train.identity,
         "rows": len(data.prompts.train),
     }
-    if setup.teacher.server is not None:
-        found["teacher"] = setup.teacher.server.model
-    elif roles.teaches:
-        assert roles.reference is not None
-        found["teacher"] = fingerprint(roles.reference)
+    if setup.config.reference is not None:
+        own = "" if roles.reference is None else fingerprint(roles.reference)
+        found |= setup.reference.identity(own)
     if data.answers is not None:
-        found["answers"] = data.answers.train.identity
+        found["answers"] = data.answers.prepared.train.identity
     return found

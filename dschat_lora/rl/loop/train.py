@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dschat_lora.config.addons import groups_of
 from dschat_lora.data.loader import Tail
 from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.distributed import data_world_size, sum_over_processes
@@ -18,7 +19,6 @@ from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.evaluation import RlhfEvaluator
-from dschat_lora.rl.loop.parts import find_part
 from dschat_lora.rl.loop.sampler import make_rlhf_schedule
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup, set_up
@@ -47,8 +47,8 @@ NOTE = (
 def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
     with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
-        for name in config.classic.parts:
-            find_part(name)  # before models are loaded
+        for own in groups_of(config, "before_models"):
+            own.before_models()
         setup = set_up(run)
         schedule = make_rlhf_schedule(setup)
         check_repeats(config.data, setup.data.prompts.times, schedule)

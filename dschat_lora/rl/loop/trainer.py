@@ -43,7 +43,7 @@ class RlhfTrainer:
         """Prepare the run.
 
         Raises:
-            ValueError: if one of ``--stop_tokens`` is not one token, or one of ``--parts`` is none.
+            ValueError: if one of ``--stop_tokens`` is not one token, or a part cannot be made.
         """
         self.setup, self.config = setup, setup.config
         config = self.config
@@ -204,8 +204,7 @@ class RlhfTrainer:
         self, metrics: dict[str, Any], of_parts: dict[str, float], experience: Experience
     ) -> None:
         """Log metrics, progress line, warnings and a sample; every rank knows and warns of all."""
-        if taken := sorted(metrics.keys() & of_parts.keys()):
-            raise ValueError(f"--parts gives the metric {taken[0]}, which is the run's: rename it")
+        self.parts.check_names(metrics.keys())
         metrics |= of_parts
         config, log = self.config, self.setup.run.log
         iteration, total = self.progress.iteration, self.schedule.num_iterations

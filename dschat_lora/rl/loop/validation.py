@@ -1,7 +1,5 @@
 """Validation of step 3: its checks in their order, before anything heavy is imported."""
 
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -26,21 +24,14 @@ from dschat_lora.rl.options.inputs import (
     shares_base,
     text_data,
 )
-from dschat_lora.rl.options.names import (
-    check_scorer,
-    episode_prompt,
-    gives_one_reward,
-    object_path,
-)
-from dschat_lora.rl.options.role_config import RoleConfig, TeacherConfig, option_errors_for
+from dschat_lora.rl.options.names import check_scorer, gives_one_reward
+from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
-    cache_directory,
     check_bundled_data_fits,
     check_compile,
     check_divided,
-    check_function,
     check_lora_options,
     continued_lora,
     model_fields,
@@ -48,7 +39,6 @@ from dschat_lora.runtime.checks import (
     resolve_stage,
     settled_base_bits,
     with_bundled,
-    with_trackers,
 )
 from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
@@ -69,38 +59,11 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     """
 
     def check(config: RlhfConfig) -> RlhfConfig:
-        inputs = RlhfInputs(find_sources(config), config.data.data_path)
-        return apply_checks(config, inputs, RLHF_CHECKS)
+        sources = find_sources(config)
+        config = through_addons(config, "with_data")  # rows that one makes
+        return apply_checks(config, RlhfInputs(sources, config.data.data_path), RLHF_CHECKS)
 
     return resolve_stage(config, check, stage=config.stage)
-
-
-def with_environment_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With rows of ``--num_prompts`` episodes, which an environment's ``reset`` completes.
-
-    Raises:
-        ValueError: if there is data too, or no environment.
-    """
-    count = config.data.num_prompts
-    if not count:
-        return config
-    if config.data.data_path:
-        raise ValueError(f"--num_prompts {count} stands in the place of --data_path; drop one")
-    if not config.has_turns:
-        raise ValueError(
-            f"--num_prompts {count} needs --environment, a class whose reset makes the prompts, or "
-            "--agent"
-        )
-    path = cache_directory(config.data.data) / f"episodes-{count}.jsonl"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = (json.dumps({"prompt": episode_prompt(n), "episode": n}) for n in range(count))
-        staged = path.with_name(f"{path.name}.{os.getpid()}")
-        staged.unlink(missing_ok=True)  # it may be a link
-        with staged.open("x", encoding="utf-8") as file:
-            file.writelines(f"{row}\n" for row in rows)
-        staged.replace(path)
-    return replace(config, data=replace(config.data, data_path=(str(path),)))
 
 
 def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -108,31 +71,16 @@ def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     if config.data.data_path:
         return config
     data, rewards = with_bundled(config.data, config.given, **BUNDLED_LENGTHS), config.rewards
-    scores = _scores(config) or config.ppo.rules.distills
-    if config.actor.model_name_or_path is None and not scores:
+    unscored = config.ppo.rules.learns_from_rewards and not config.is_scored
+    if config.actor.model_name_or_path is None and unscored:
         rewards = replace(rewards, reward_function=(BUNDLED_REWARD,))
     return replace(config, data=data, rewards=rewards)
 
 
-def _scores(config: RlhfConfig) -> bool:
-    return bool(config.critic.model_name_or_path or config.rewards.reward_function)
-
-
-def _check_environment(name: str) -> None:
-    """Refuse an environment whose library or module is not there."""
-    from dschat_lora.rl.play.environment_adapters import ADAPTERS, find_adapter
-
-    if find_adapter(name) is None:
-        try:
-            check_function("environment", object_path("environment", name))
-        except ValueError as error:
-            raise ValueError(f"{error}; by name there are {', '.join(ADAPTERS)}") from error
-
-
 def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
-    # An environment's class scores if it has get_reward, which shows when it is imported.
-    if not (_scores(config) or config.has_turns or config.ppo.rules.distills):
+    # Whether a player gives rewards shows when it is imported.
+    if config.ppo.rules.learns_from_rewards and not (config.is_scored or config.players):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
             "--reward_function a function that scores: nothing tells what a response is worth"
@@ -143,10 +91,6 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_scorer(option, name)
     if rewards.judge_function is not None:
         check_scorer("judge_function", rewards.judge_function)
-    for name in config.classic.parts:
-        check_function("parts", name)
-    if config.batch.environment is not None:
-        _check_environment(config.batch.environment)
     for own in config.players:
         own.check_player(config)
     if all(map(gives_one_reward, rewards.reward_function)):
@@ -154,41 +98,16 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         check_weights(rewards.reward_weights, len(rewards.reward_function), has_model=has_model)
 
 
-def check_teacher(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse distillation without a teacher, and a teacher without distillation."""
-    given = sorted(config.given & set(TeacherConfig.__dataclass_fields__))
-    teacher, algorithm = config.teacher, config.ppo.algorithm
-    if not config.ppo.rules.distills:
-        if given:
-            raise ValueError(
-                f"--{given[0]} is of --algorithm distill, not of {algorithm}: use that, or drop it"
-            )
-        return
-    if teacher.teacher_model_name_or_path is None and teacher.teacher_system_prompt is None:
-        raise ValueError(
-            "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a system "
-            "message with which the actor as it was is one"
-        )
-    if teacher.on_policy_share < 1 and (_scores(config) or config.has_turns):
-        raise ValueError(
-            f"--on_policy_share {teacher.on_policy_share:g} learns from answers of the data too, "
-            "which reward functions, reward models and environments do not score: drop one of them"
-        )
-    if teacher.teacher_model_name_or_path is None and teacher.teacher_bits is not None:
-        raise ValueError(
-            f"--teacher_bits {teacher.teacher_bits} needs --teacher_model_name_or_path: the actor "
-            "as it was has the actor's bits"
-        )
+def check_reference(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Have add-ons refuse options of a reference that the algorithm has no use for, or lacks."""
+    through_addons(config, "check_reference")
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With DAPO's share of the longest answer where that is not typed; one too long is refused.
-
-    What an add-on plays may have several sequences, each longer than an answer: none is punished.
-    """
+    """With DAPO's share of the longest answer where that is not typed; one too long is refused."""
     longest, rewards = config.data.max_answer_seq_len, config.rewards
     if "soft_overlong_tokens" not in config.given:
-        share = 0.0 if config.players else config.ppo.rules.soft_overlong_share
+        share = config.ppo.rules.soft_overlong_share
         rewards = replace(rewards, soft_overlong_tokens=int(share * longest))
     if rewards.soft_overlong_tokens > longest:
         raise ValueError(
@@ -310,7 +229,7 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse prompts or pretraining text that cannot be read."""
     if config.load.chat_template is not None:
         read_chat_template(config.load.chat_template)
-    if config.data.data_path != inputs.asked and not config.data.num_prompts:
+    if config.data.data_path != inputs.asked:
         check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
     media = media_reader(config, None, inputs.sources.actor.base)
     check_sources(config.data.data, "prompts", media)
@@ -449,7 +368,7 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse over-sampling where the engine or other options rule it out."""
     batch, name = config.batch, config.batch.rollout_engine
-    if batch.oversample > 1 and (config.has_turns or not batch.engine.gives_up):
+    if batch.oversample > 1 and (config.players or not batch.engine.gives_up):
         own = "" if batch.engine.gives_up else f" and --rollout_engine {name}"
         raise ValueError(
             f"--oversample {batch.oversample:g} gives up responses on the way, which environments, "
@@ -492,9 +411,8 @@ def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 
 # In this order: the first that fails is the one a user reads.
 RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
-    with_environment_prompts,
     with_bundled_prompts,
-    check_teacher,
+    check_reference,
     check_rewards,
     with_continued_lora,
     check_lora,
@@ -514,7 +432,6 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_attention,
     check_zero_stages,
     with_recomputation,
-    with_trackers,
     check_output_dir,
     check_sources_are_kept,
     lambda config, _: through_addons(config, "check"),

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from dschat_lora.config.addon_names import ADDONS
+from dschat_lora.config.addons import provided
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import option
 from dschat_lora.config.when import no_effect
@@ -18,7 +20,7 @@ Correction = Literal["none", "tis", "mis"]
 
 
 CLIP = {"cliprange": "cliprange_low", "cliprange_high": "cliprange_high"}
-NEEDS = ("groups", "old_logprobs", "values", "teacher")
+NEEDS = ("groups", "old_logprobs", "values")
 
 
 def by_algorithm(help: str, *, when: Any = "") -> Any:
@@ -26,16 +28,21 @@ def by_algorithm(help: str, *, when: Any = "") -> Any:
     return option(None, help=help, settled="by --algorithm", when=when)
 
 
-def of_divergence(help: str) -> Any:
-    """An option of the divergence from the reference, in whose place distillation has a teacher."""
-    return by_algorithm(help, when="not algorithm=distill")
+def where_rewards_teach(name: str) -> Callable[[Callable[[str], Any]], str]:
+    """The condition of an option that has an effect where what is learnt are rewards."""
+
+    def message(value: Callable[[str], Any]) -> str:
+        teaches = value("rules").learns_from_rewards
+        return "" if teaches else no_effect(name, f" with --algorithm {value('algorithm')}")
+
+    return message
 
 
 def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
 
     def message(value: Callable[[str], Any]) -> str:
-        if (read or name) in value("rules").reads or is_own("algorithm", value("algorithm")):
+        if (read or name) in value("rules").reads or is_users(value("algorithm")):
             return ""  # a function of the user's may read any
         return no_effect(name, f" with --algorithm {value('algorithm')}")
 
@@ -44,6 +51,12 @@ def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
 
 of_critic = partial(option, when="has_critic")
 of_correction = partial(option, when="rollout_correction or importance_cap")
+
+
+def is_users(name: str) -> bool:
+    """Whether an algorithm is an object of the user's, or of another package."""
+    of_package = (each for addon in ADDONS.values() for each in addon.values.split())
+    return is_own("algorithm", name) and f"algorithm={name}" not in of_package
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,8 @@ class Algorithm:
     loss_options: Mapping[str, str] = field(  # keywords of the loss, and the options they are
         default_factory=lambda: CLIP | {"dual_clip": "dual_clip"}
     )
-    needs: frozenset[str] = frozenset({"groups"})  # of NEEDS
+    # of NEEDS, and perhaps a reference that an add-on provides
+    needs: frozenset[str] = frozenset({"groups"})
     learns_from: Function = "dschat_lora.algos.credit:sums_differ"
     by_reward: bool = False  # reads rewards by name, and not their shaped sum
     options: tuple[str, ...] = ()  # that the estimator reads, and not every one
@@ -79,9 +93,10 @@ class Algorithm:
     soft_overlong_share: float = 0.0  # of --max_answer_seq_len
 
     def __post_init__(self) -> None:
-        unknown = sorted({*self.needs} - {*NEEDS})
-        if isinstance(self.needs, str) or unknown:
-            raise ValueError(f"needs of an algorithm are some of {NEEDS}, got {self.needs!r}")
+        if isinstance(self.needs, str) or not {*self.needs} <= {*NEEDS}:
+            known = (*NEEDS, *provided("reference"))
+            if isinstance(self.needs, str) or not {*self.needs} <= {*known}:
+                raise ValueError(f"needs of an algorithm are some of {known}, got {self.needs!r}")
         object.__setattr__(self, "needs", frozenset(self.needs))
 
     @cached_property
@@ -100,9 +115,14 @@ class Algorithm:
         return "groups" in self.needs
 
     @cached_property
-    def distills(self) -> bool:
-        """Whether a teacher says what each token is worth, and stands in the reference's place."""
-        return "teacher" in self.needs
+    def reference(self) -> str:
+        """What an add-on provides as the reference; empty: it is the actor as it was."""
+        return "".join(self.needs - {*NEEDS})
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards teach, and not such a reference, which says what each token is worth."""
+        return not self.reference
 
     @property
     def has_critic(self) -> bool:
@@ -174,13 +194,6 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         kl_coef=0.0,
         loss_normalization="sequence",
     ),
-    "distill": Algorithm(
-        f"{_CREDIT}:distill",
-        needs=frozenset({"old_logprobs", "teacher"}),
-        kl_coef=0.0,
-        kl_in="reward",
-        kl_estimator="k1",
-    ),
 }
 
 
@@ -230,16 +243,22 @@ class PpoConfig:
 
     algorithm: str = option(
         "ppo",
-        help="how the actor learns\nppo has a critic; reinforce_pp has none; distill follows a "
-        "teacher in the place of a reward; the others compare the responses to a prompt",
-        names=tuple(ALGORITHMS),
+        help="how the actor learns\nppo has a critic; reinforce_pp has none; grpo and its kin "
+        "compare the responses to a prompt",
+        names=(*ALGORITHMS, *of_addons("algorithm")),
         runs="part",
     )
     ppo_epochs: int = option(1, help="passes over the responses of an iteration")
-    kl_coef: float = of_divergence("weight of the divergence from the reference (0.1 or 0)")
-    kl_estimator: KlEstimator = of_divergence("estimator of the divergence at a token")
-    kl_in: KlPlace = of_divergence(
-        "where the divergence is paid: in the reward of each token, or in the loss"
+    kl_coef: float = by_algorithm(
+        "weight of the divergence from the reference (0.1 or 0)",
+        when=where_rewards_teach("kl_coef"),
+    )
+    kl_estimator: KlEstimator = by_algorithm(
+        "estimator of the divergence at a token", when=where_rewards_teach("kl_estimator")
+    )
+    kl_in: KlPlace = by_algorithm(
+        "where the divergence is paid: in the reward of each token, or in the loss",
+        when=where_rewards_teach("kl_in"),
     )
     adaptive_kl_target: float = option(
         0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"

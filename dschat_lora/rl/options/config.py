@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
-from dschat_lora.config.addons import addon_options, groups_of
+from dschat_lora.config.addons import addon_options, groups_of, load, provided
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.groups import (
     LoadConfig,
@@ -17,10 +17,15 @@ from dschat_lora.config.groups import (
 from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, option
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
-from dschat_lora.rl.options.algorithms import PpoConfig, PretrainingConfig, by_algorithm
+from dschat_lora.rl.options.algorithms import (
+    PpoConfig,
+    PretrainingConfig,
+    by_algorithm,
+    where_rewards_teach,
+)
 from dschat_lora.rl.options.engines import EngineFacts, check_engine, engine_facts, engines_help
-from dschat_lora.rl.options.names import check_name, gives_one_reward, is_address
-from dschat_lora.rl.options.role_config import CriticConfig, RoleConfig, TeacherConfig
+from dschat_lora.rl.options.names import check_name, gives_one_reward
+from dschat_lora.rl.options.role_config import CriticConfig, ReferenceOptions, RoleConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 
@@ -31,11 +36,6 @@ class PromptConfig(SourceConfig):
 
     section = "data"
 
-    num_prompts: int = option(
-        0,
-        help="episodes whose prompts an --environment of a class makes itself, in the place of "
-        "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
-    )
     max_prompt_seq_len: int = option(
         256, help="most tokens of a prompt; longer ones follow --overlong"
     )
@@ -44,7 +44,6 @@ class PromptConfig(SourceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(self, ">= 1", "max_prompt_seq_len", "max_answer_seq_len")
-        require_numbers(self, ">= 0", "num_prompts")
 
     @property
     def max_seq_len(self) -> int:
@@ -60,7 +59,7 @@ class PromptConfig(SourceConfig):
 
 of_sampling = partial(option, when="do_sample")
 of_sum = partial(option, when="has_shaped_sum")
-of_calls = partial(option, when="reward_function or reward_gate or environment")
+of_calls = partial(option, when="reward_function or reward_gate")
 
 
 @dataclass(frozen=True)
@@ -122,34 +121,17 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = option(
         (), help="texts that end a response with the token that completes them"
     )
-    environment: str | None = option(
-        None,
-        help="what answers the actor's turns: module:function or module:Class, or one of a "
-        "library, such as gymnasium:ENV_ID\nthe function answers with messages of a user or tool, "
-        "or ends the episode; objects of the class have reset, and step or tools, and rewards; or "
-        "module:Player with play(tasks, draw, *, key), which makes the responses; or "
-        "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
-        "mcp:URL, whose tools are offered",
-        runs="object",
-    )
-    max_turns: int = option(
-        8,
-        help="most turns of the actor in an episode with --environment, of one response's length",
-        when="environment",
-    )
 
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update, "max_turns")
+        require_numbers(self, ">= 1", *rollout, *update)
         require_numbers(self, ">= 0", "tokens_per_device", "top_k")
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
-        if self.environment is not None:
-            check_name("environment", self.environment)
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         check_engine(self.rollout_engine)
         if self.num_generations is None:
@@ -228,7 +210,7 @@ class RewardsConfig:
         (),
         help="weight of each reward in the sum of scores, those of a class in the order of its "
         "names, and last that of the reward model, if there is one; 1 each by default",
-        when="not algorithm=distill",
+        when=where_rewards_teach("reward_weights"),
     )
     reward_gate: tuple[str, ...] = of_sum(
         (),
@@ -242,12 +224,12 @@ class RewardsConfig:
         when="reward_function or reward_gate",
     )
     reward_retries: int = of_calls(
-        0, help="further calls of a reward function, or an environment, that failed"
+        0, help="further calls of a reward function, or of what answers the actor, that failed"
     )
     reward_timeout: float = of_calls(
         0.0,
-        help="seconds that a call of a reward function, or of an environment, may take; 0: as many "
-        "as it likes",
+        help="seconds that a call of a reward function, or of what answers the actor, may take; 0: "
+        "as many as it likes",
     )
     clip_reward_value: float = of_sum(
         5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
@@ -323,13 +305,6 @@ class ClassicConfig:
         section="training",
         when="enable_ema",
     )
-    parts: tuple[str, ...] = option(
-        (),
-        help="module:Class, one or several, of objects that are told of every step and iteration "
-        "(after_step, after_iteration): metrics, logs and coefficients of your own",
-        runs="object",
-        section="training",
-    )
     log_rollouts: int = option(
         128,
         help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none",
@@ -375,8 +350,6 @@ class ClassicConfig:
         require_numbers(self, "in [0, 1)", "ema_decay")
         require_numbers(self, ">= 1", "inference_tp_size")
         require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
-        for name in self.parts:
-            check_name("parts", name)
         if self.enable_test_mode and not self.test_stop_step:
             raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
 
@@ -412,7 +385,6 @@ class RlhfConfig(StageConfig):
     batch: RolloutConfig = group(RolloutConfig)
     rewards: RewardsConfig = group(RewardsConfig)
     ppo: PpoConfig = group(PpoConfig)
-    teacher: TeacherConfig = group(TeacherConfig)
     pretraining: PretrainingConfig = group(PretrainingConfig)
     classic: ClassicConfig = group(ClassicConfig)
     optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
@@ -426,8 +398,7 @@ class RlhfConfig(StageConfig):
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_prompts")
-        playing = [] if self.batch.environment is None else ["environment"]
-        playing += [name for own in self.players for name in own.plays]
+        playing = [name for own in self.players for name in own.plays]
         if len(playing) > 1:
             raise ValueError(f"--{playing[0]} and --{playing[1]} both play episodes: give one")
         if self.eval_prompts == 0 and "eval_ratio" not in self.given:
@@ -444,24 +415,6 @@ class RlhfConfig(StageConfig):
                 f"{given} weighs by the probability that a token was drawn with, and "
                 "--no-do_sample draws none: leave one of them out"
             )
-        if self.ppo.use_rollout_logprobs and self.teacher.on_policy_share < 1:
-            raise ValueError(
-                "--use_rollout_logprobs is of responses that are drawn, and --on_policy_share "
-                f"{self.teacher.on_policy_share:g} takes some from the data: leave one of them out"
-            )
-        if self.teacher.server is not None:
-            address, _ = self.teacher.server
-            require(
-                is_address(address),
-                "teacher_model_name_or_path",
-                self.teacher.teacher_model_name_or_path,
-                "the address of a server, such as http://127.0.0.1:8000/v1, or a model",
-            )
-            if self.batch.temperature != 1:
-                raise ValueError(
-                    f"--temperature {self.batch.temperature:g} is also of the teacher's "
-                    f"log-probabilities, which the server {address} gives at 1: leave it out"
-                )
 
     @property
     def fixed(self) -> frozenset[str]:
@@ -487,14 +440,39 @@ class RlhfConfig(StageConfig):
         return {"actor": self.actor} | ({"critic": self.critic} if self.has_critic else {})
 
     @cached_property
-    def players(self) -> list[Any]:
-        """The options of add-ons by which one of theirs plays the episodes."""
-        return [own for own in groups_of(self, "player") if own.plays]
+    def reference(self) -> ReferenceOptions | None:
+        """The options of the reference that an add-on provides; None: it is the actor as it was."""
+        if not (name := self.ppo.rules.reference):
+            return None
+        kind = load(provided("reference")[name])
+        return next(own for own in groups_of(self, "load") if isinstance(own, kind))
+
+    def of_role(self, role: str) -> RoleConfig | ReferenceOptions:
+        """The options of a role: the actor, the critic or a reference by its own name."""
+        if (own := self.reference) is not None and role == own.role:
+            return own
+        return self.actor if role == "actor" else self.critic
 
     @property
-    def has_turns(self) -> bool:
-        """Whether the actor may speak several times in an episode."""
-        return self.batch.environment is not None or bool(self.players)
+    def is_scored(self) -> bool:
+        """Whether a reward model or reward functions are given."""
+        return bool(self.critic.model_name_or_path or self.rewards.reward_function)
+
+    @cached_property
+    def players(self) -> list[Any]:
+        """The options of add-ons by which one of theirs makes the responses, turn after turn.
+
+        Their class has ``plays``, names of those options that are given, ``described()``, what a
+        run says of it, ``check_player(config)``, and ``player(config, tokenizer, closing)``.
+        """
+        return [own for own in groups_of(self, "player") if own.plays]
+
+    def response_metrics(
+        self, responses: Sequence[Any], counted: Sequence[Any]
+    ) -> dict[str, float]:
+        """What add-ons show of the responses, of which some are ``counted``, as metrics."""
+        owners = groups_of(self, "response_metrics")
+        return {n: v for own in owners for n, v in own.response_metrics(responses, counted).items()}
 
     @property
     def has_critic(self) -> bool:
@@ -505,34 +483,3 @@ class RlhfConfig(StageConfig):
     def has_shaped_sum(self) -> bool:
         """Whether the sum of rewards, scaled and punished, teaches, and not each by itself."""
         return not self.ppo.rules.by_reward
-
-
-@dataclass(frozen=True)
-class DistillConfig(RlhfConfig):
-    """Options of step 3 for on-policy distillation; the actor is the student."""
-
-    everyday: ClassVar[Sequence[str]] = (
-        *("actor_model_name_or_path", "teacher_model_name_or_path", "data_path", "actor_lora_dim"),
-        *("actor_learning_rate", "distill_loss", "teacher_system_prompt", "on_policy_share"),
-        *("max_prompt_seq_len", "max_answer_seq_len", "per_device_generation_batch_size"),
-        *("generation_batches", "per_device_training_batch_size", "temperature", "rollout_engine"),
-    )
-    spellings: ClassVar[Mapping[str, str]] = {
-        name: f"actor_{name}"
-        for name in (
-            *("model_name_or_path", "lora_dim", "lora_alpha", "target_modules"),
-            *("learning_rate", "lora_learning_rate"),
-        )
-    }
-
-    ppo: PpoConfig = group(PpoConfig, algorithm="distill")
-    addons: Any = group(addon_options("distill", vars(), RlhfConfig))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        algorithm = self.ppo.algorithm
-        require(algorithm == "distill", "algorithm", algorithm, "distill, or the verb rlhf")
-
-    @property
-    def stage(self) -> str:
-        return "distill"

@@ -1,6 +1,6 @@
 """Models and text that step 3 starts from, and what its first lines say of them and of options."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_lora.config.addons import groups_of
@@ -24,12 +24,13 @@ class Sources:
 
     actor: ModelSource
     critic: ModelSource | None  # None: values start from the actor, and a function scores
-    teacher: ModelSource | None = None  # None: the reference is the actor as it was
+    reference: ModelSource | None = None  # None: it is the actor as it was, or elsewhere
+    reference_role: str = "reference"  # its name of options
 
     @property
     def by_role(self) -> dict[str, ModelSource]:
         """Those that are there."""
-        found = {"actor": self.actor, "critic": self.critic, "teacher": self.teacher}
+        found = {"actor": self.actor, "critic": self.critic, self.reference_role: self.reference}
         return {role: source for role, source in found.items() if source is not None}
 
 
@@ -42,19 +43,17 @@ class RlhfInputs:
 
 
 def find_sources(config: RlhfConfig) -> Sources:
-    """Actor, critic and teacher.
+    """Actor, critic and a reference of its own.
 
     Raises:
         ValueError: naming the role's option.
     """
-    critic, teacher = config.critic.model_name_or_path, config.teacher.teacher_model_name_or_path
-    return Sources(
-        _find("actor", config.actor.model_name_or_path, "CAUSAL_LM"),
-        None if critic is None else _find("critic", critic, "SEQ_CLS"),
-        None
-        if teacher is None or config.teacher.server
-        else _find("teacher", teacher, "CAUSAL_LM"),
-    )
+    actor = _find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
+    name, own = config.critic.model_name_or_path, config.reference
+    critic = None if name is None else _find("critic", name, "SEQ_CLS")
+    if own is None or own.is_served or own.model_name is None:
+        return Sources(actor, critic)
+    return Sources(actor, critic, _find(own.role, own.model_name, "CAUSAL_LM"), own.role)
 
 
 def _find(role: str, name: str | None, task: str) -> ModelSource:
@@ -66,7 +65,7 @@ def _find(role: str, name: str | None, task: str) -> ModelSource:
 
 
 def check_vocabularies(config: RlhfConfig, sources: Sources) -> None:
-    """Refuse a reward model or teacher whose files have another vocabulary than the actor's.
+    """Refuse a reward model or reference whose files have another vocabulary than the actor's.
 
     Other differences of tokenizers show once they are loaded.
 
@@ -90,10 +89,10 @@ def _vocabulary(path: Path) -> object:
 
 
 def other_tokenizer(config: RlhfConfig, role: str) -> str:
-    """What is wrong with a reward model or teacher of another tokenizer than the actor's."""
+    """What is wrong with a reward model or reference of another tokenizer than the actor's."""
     name, remedy = config.critic.model_name_or_path, "train it on a base of that family"
-    if role == "teacher":
-        name, remedy = config.teacher.teacher_model_name_or_path, "take one of the actor's family"
+    if config.reference is not None and role == config.reference.role:
+        name, remedy = config.reference.model_name, "take one of the actor's family"
     return (
         f"--{role}_model_name_or_path {name} has another tokenizer than "
         f"--actor_model_name_or_path {config.actor.model_name_or_path or '(bundled)'}: it "
@@ -120,14 +119,6 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     )
 
 
-def answers_data(config: RlhfConfig) -> DataConfig:
-    """The data with its own answers, which the run takes as many of as it needs."""
-    data = replace(config.data.data, max_seq_len=config.data.max_seq_len, max_repeats=())
-    if data.eval_data_path:  # prompts, which need no answers
-        data = replace(data, eval_data_path=(), eval_ratio=0.0)
-    return data
-
-
 def shares_base(config: RlhfConfig) -> bool:
     """Whether actor and critic share the frozen weights of one base."""
     if not (config.classic.only_optimize_lora and config.actor.lora_dim and config.critic.lora_dim):
@@ -142,20 +133,18 @@ def shares_base(config: RlhfConfig) -> bool:
 
 def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
-    actor, critic, teacher = (getattr(inputs.sources, r) for r in ("actor", "critic", "teacher"))
+    actor, critic = inputs.sources.actor, inputs.sources.critic
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in config.rewards.reward_function]
     by = by or [own.described() for own in config.players]
-    by = by or [f"the environment {config.batch.environment}"]
-    source = "reward"
-    if config.ppo.rules.distills:
-        known = "the actor as it was" if teacher is None else model_name(teacher)
-        served = config.teacher.server and config.teacher.teacher_model_name_or_path
-        source, by = "teacher", [served or known]
+    source, reference = "reward", inputs.sources.reference
+    if (own := config.reference) is not None:
+        known = "the actor as it was" if reference is None else model_name(reference)
+        source, by = own.role, [own.model_name or known if own.is_served else known]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
-    if config.data.num_prompts:
-        data = f"{config.data.num_prompts:,} episodes without data"
+    for own in groups_of(config, "described_data"):
+        data = own.described_data() or data
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")
     for own in groups_of(config, "first_lines"):
         for line in own.first_lines(config):

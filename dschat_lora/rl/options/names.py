@@ -1,4 +1,4 @@
-"""Names of functions, environments and servers, as options have them."""
+"""Names of functions and servers, as options have them."""
 
 import pkgutil
 import re
@@ -15,15 +15,12 @@ Function = Callable[..., Any] | str  # or module:function, which is imported whe
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
-# Before the name of an environment of theirs.
-ENVIRONMENT_LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")
 # By option the names that are the package's own, which no add-on may have.
 OWN_NAMES: Mapping[str, tuple[str, ...]] = {
     "rollout_engine": ("own",),
-    "environment": ENVIRONMENT_LIBRARIES,
     "algorithm": (
         *("ppo", "rloo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"),
-        *("gspo", "cispo", "gdpo", "sapo", "distill"),
+        *("gspo", "cispo", "gdpo", "sapo"),
     ),
 }
 
@@ -79,11 +76,7 @@ def check_name(option: str, name: str) -> None:
     names = [each for each in of_addons(option) if not begins_values(each)]
     allowed = ", ".join([*names, "module:function such as my_rewards:is_right"])
     usable = bool(addon_name(option, name)) or is_in_module(name)
-    if option == "environment":
-        library, _, rest = name.partition(":")
-        usable = bool(rest) if library in ENVIRONMENT_LIBRARIES else usable
-        allowed += f", or LIBRARY:NAME of {', '.join(ENVIRONMENT_LIBRARIES)}"
-    elif "http://" in of_addons(option):
+    if "http://" in of_addons(option):
         allowed += ", or the address of a server that scores"
     require(usable, option, name, allowed)
 
@@ -132,8 +125,3 @@ def made(option: str, name: str, found: Any) -> Any:
         raise ValueError(
             f"--{option} {name} is called without arguments: {error}; name an object instead"
         ) from error
-
-
-def episode_prompt(number: int) -> list[dict[str, str]]:
-    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
-    return [{"role": "user", "content": f"Episode {number}"}]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol
 
 from dschat_lora.config.groups import (
     DEFAULT_RANK,
@@ -16,12 +16,10 @@ from dschat_lora.config.groups import (
     ScheduleConfig,
     Switch,
     of_adapters,
-    require,
     require_numbers,
 )
 from dschat_lora.config.options import accepted, hidden, option
 from dschat_lora.config.when import no_effect
-from dschat_lora.rl.options.names import is_remote
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
 
@@ -134,102 +132,48 @@ class CriticConfig(RoleConfig):
     )
 
 
-DistillLoss = Literal["reverse_kl", "forward_kl", "jsd", "sampled_reverse_kl"]
+class ReferenceOptions(Protocol):
+    """Options of an add-on by which an algorithm has another reference than the actor as it was.
 
+    Attributes:
+        role: what a run calls it, which the options of its model begin with.
+        rates: the stage whose rule of learning rates holds, and its factor.
+    """
 
-@dataclass(frozen=True)
-class TeacherConfig:
-    """The teacher of ``--algorithm distill``, and what is learnt from it."""
-
-    section = "distillation"
-
-    teacher_model_name_or_path: str | None = option(
-        None,
-        help="the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: "
-        "the actor as it was, with --teacher_system_prompt\nof --algorithm distill; a run, an "
-        "adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the "
-        "actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME "
-        "where it has several models",
-    )
-    teacher_bits: Literal[16, 4] | None = option(
-        None, help="bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits"
-    )
-    teacher_system_prompt: str | None = option(
-        None,
-        help="system message that the teacher reads before each prompt, and the actor does not",
-    )
-    distill_loss: DistillLoss = option(
-        "reverse_kl",
-        help="divergence from the teacher\nat each token, over the whole vocabulary: reverse_kl, "
-        "forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as "
-        "their advantage",
-    )
-    jsd_beta: float = option(
-        0.5,
-        help="the teacher's share in the mixture of --distill_loss jsd, in (0, 1)",
-        when="distill_loss=jsd",
-    )
-    distill_top_k: int = option(
-        0,
-        help="tokens, the teacher's likeliest at each position, that a divergence tells apart; all "
-        "others count as one; 0: the whole vocabulary",
-    )
-    on_policy_share: float = option(
-        1.0,
-        help="share of the responses that the actor draws, in [0, 1]\nthe others are answers of "
-        "the data (GKD's lambda)",
-    )
-
-    def __post_init__(self) -> None:
-        require(0 < self.jsd_beta < 1, "jsd_beta", self.jsd_beta, "in (0, 1)")
-        require_numbers(self, "in [0, 1]", "on_policy_share")
-        require_numbers(self, ">= 0", "distill_top_k")
-        if self.distill_top_k and self.beta is None:
-            raise ValueError(
-                f"--distill_top_k {self.distill_top_k} is of divergences over the vocabulary, "
-                "which --distill_loss sampled_reverse_kl has not; drop one of them"
-            )
-        if self.on_policy_share < 1 and self.beta is None:
-            raise ValueError(
-                f"--on_policy_share {self.on_policy_share:g} learns from answers that the actor "
-                "did not draw, which --distill_loss sampled_reverse_kl cannot: use "
-                f"{', '.join(get_args(DistillLoss)[:3])}"
-            )
-        if self.on_policy_share < 1 and self.teacher_system_prompt is not None:
-            raise ValueError(
-                f"--on_policy_share {self.on_policy_share:g} and --teacher_system_prompt: the "
-                "teacher's prompts are made for answers that the actor draws; drop one of them"
-            )
-        if self.server is not None and self.beta is not None:
-            raise ValueError(
-                f"--distill_loss {self.distill_loss} needs the teacher's whole vocabulary, and the "
-                f"server {self.server[0]} gives probabilities of the tokens drawn alone: use "
-                "sampled_reverse_kl"
-            )
-        if self.server is not None and self.teacher_bits is not None:
-            raise ValueError(
-                f"--teacher_bits {self.teacher_bits} is of a teacher in memory, and that of the "
-                f"server {self.server[0]} has its own: drop it"
-            )
+    role: ClassVar[str]
+    rates: ClassVar[tuple[str, float]]
 
     @property
-    def server(self) -> tuple[str, str] | None:
-        """Address of the teacher's server without ``/v1``, and its model, or an empty name."""
-        name = self.teacher_model_name_or_path or ""
-        if not is_remote(name):
-            return None
-        address, _, model = name.partition("#")
-        return address.rstrip("/").removesuffix("/v1").rstrip("/"), model
+    def model_name(self) -> str | None:
+        """Of its model, or a server; None: it is the actor as it was."""
 
     @property
-    def beta(self) -> float | None:
-        """That of :func:`~dschat_lora.algos.distillation.generalized_jsd`; None: none is used."""
-        return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.jsd_beta}.get(self.distill_loss)
+    def bits(self) -> int | None:
+        """Of its base; None: as others."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it is not among the roles, but gives log-probabilities by itself."""
+
+    @property
+    def own_prompts(self) -> str:
+        """The option by which it reads other prompts than the actor; empty: there is none."""
+
+    @property
+    def unweighed(self) -> str:
+        """The option of a loss that importance weights have no part in; empty: there is none."""
 
     def model(self, load: LoadConfig) -> ModelConfig:
-        """Options of loading the teacher, without dropout."""
-        options = vars(load) | ({"base_bits": self.teacher_bits} if self.teacher_bits else {})
-        return ModelConfig(**options, model_name_or_path=self.teacher_model_name_or_path)
+        """Options of loading its model."""
+
+    def logit_bytes(self, config: Any) -> int | None:
+        """Bytes for each logit of a chunk that a loss of its own takes; None: it has no such."""
+
+    def scorer(self) -> Any:
+        """The :class:`~dschat_lora.rl.score.scores.Scorer` of runs that nothing else scores."""
+
+    def load(self, config: Any, tokenizer: Any, sources: Any, run: Any) -> Any:
+        """The :class:`~dschat_lora.rl.learn.reference.Reference`; call on every rank."""
 
 
 @contextmanager

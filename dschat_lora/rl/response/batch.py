@@ -60,7 +60,7 @@ class ResponseBatch:
 def response_mask(responses: Sequence[Response], device: torch.device) -> Tensor:
     """(N, R) bool, True on the actor's tokens of each response; R of the longest, at least 1.
 
-    What an environment said has no place in it: tables hold the actor's tokens one after another.
+    What it only read has no place in it: tables hold the actor's tokens one after another.
     """
     lengths = torch.tensor([each.num_actor_tokens for each in responses], dtype=torch.int64)
     width = max(1, int(lengths.max())) if len(lengths) else 1

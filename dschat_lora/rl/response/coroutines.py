@@ -62,19 +62,3 @@ async def _guarded(waiting: Awaitable[Any]) -> Any:
         return await waiting
     except SystemExit as error:
         raise RuntimeError("sys.exit was called") from error
-
-
-def run_without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine gives that waits for nothing, without a loop: it may start one of its own.
-
-    Raises:
-        RuntimeError: if it waits for something, or calls ``sys.exit``.
-    """
-    try:
-        coroutine.send(None)
-    except StopIteration as ended:
-        return ended.value
-    except SystemExit as error:
-        raise RuntimeError("sys.exit was called") from error
-    coroutine.close()
-    raise RuntimeError("a function that is no `async def` returned what must be awaited")

@@ -13,9 +13,6 @@ from torch import Tensor
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tool_calls import parse_answer
 from dschat_lora.engine.distributed import gather_over_ranks, gather_texts
-from dschat_lora.models.loading import Tokenizer
-
-TIMED_OUT = "timed out"  # what a failure for lack of time begins with
 
 
 @dataclass(frozen=True)
@@ -37,15 +34,15 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Episode:
-    """What environments and agents know of a response beside its tokens."""
+    """What a player knows of a response beside its tokens."""
 
     earlier: bytes = b""  # messages before the last turn, as JSON; empty: there is but one turn
-    reward: float | None = None  # that an environment, agent or player gave
-    earlier_sequences: tuple[TokenSequence, ...] = ()  # of an agent's episode, beside the last
-    num_calls: int = 0  # of an agent's episode
-    num_retries: int = 0  # attempts of an agent before this one
-    failure: str = ""  # why an agent's episode does not count; empty: it does
-    logged: Mapping[str, float] = field(default_factory=dict)  # by an agent, beside its reward
+    reward: float | None = None  # that the player gave
+    earlier_sequences: tuple[TokenSequence, ...] = ()  # where there are several, beside the last
+    num_calls: int = 0  # of the actor, by a program that plays
+    num_retries: int = 0  # attempts before this one
+    failure: str = ""  # why it does not count; empty: it does
+    logged: Mapping[str, float] = field(default_factory=dict)  # beside the reward
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,10 @@ class Origin:
 class Response:
     """A prompt and the actor's response to it, without any tokens until it is drawn.
 
-    With an environment, its messages stand between turns of the actor: they are read, and nothing
-    is learnt from them. An agent's episode may have several sequences of tokens, such as those of
-    a sub-agent, or of a history that was rewritten: ``prompt`` and ``tokens`` are of the one that
-    ended last, and the actor's tokens of all count as one response, sequence after sequence.
+    A player may have tokens stand between turns of the actor: they are read, and nothing is learnt
+    from them. Its response may have several sequences of tokens, such as those of a history that
+    was rewritten: ``prompt`` and ``tokens`` are of the one that ended last, and the actor's tokens
+    of all count as one response, sequence after sequence.
     """
 
     prompt: tuple[int, ...]
@@ -126,7 +123,7 @@ class Response:
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """All of the response's sequences of tokens; one but for agents."""
+        """All of the response's sequences of tokens; one as a rule."""
         last = TokenSequence(self.prompt, self.tokens, self.actor_mask)
         return (*self.episode.earlier_sequences, last)
 
@@ -158,6 +155,13 @@ class Response:
         """The tokens of the actor's last turn."""
         read = self.actor_mask
         return self.tokens[len(read) - read[::-1].index(False) :] if False in read else self.tokens
+
+
+class Beside(NamedTuple):
+    """What a player keeps of each response for reward functions that ask for it."""
+
+    name: str  # of their argument; without its s for a function of one response
+    by_place: Mapping[int, Any]  # of this process's responses
 
 
 class DecodedTurn(NamedTuple):
@@ -264,7 +268,7 @@ def response_from_json(fields: Mapping[str, Any], columns: bytes, place: int = 0
 
 
 def messages_after_prompt(response: Response, decode: Callable[..., str]) -> list[dict[str, Any]]:
-    """The actor's turns, and what its environment said between them.
+    """The actor's turns, and what was said between them.
 
     A turn with tool calls, and any where the row has ``tools``, is parsed as by TRL; others are
     text as it was drawn. A bare JSON object is no call where the row has no tools.
@@ -280,11 +284,6 @@ def messages_after_prompt(response: Response, decode: Callable[..., str]) -> lis
     if not has_tools and ("tool_calls" not in said or text.lstrip().startswith("{")):
         said = {"role": "assistant", "content": text}
     return [*json.loads(response.episode.earlier or b"[]"), said]
-
-
-def prompt_messages(response: Response, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The prompt as messages; a text is one of a user's."""
-    return as_messages(prompt_of(response.row, tokenizer.decode(response.prompt)))
 
 
 def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig, check_weights
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.rl.response.response import Response
+from dschat_lora.rl.response.response import Beside, Response
 from dschat_lora.rl.score.user_functions import (
     RewardError,
     RewardLog,
@@ -49,7 +49,8 @@ class Scores:
     weights: Mapping[str, float] = field(default_factory=dict)  # in the total, by name
     metrics: Mapping[str, float] = field(default_factory=dict)  # that were logged
     columns: Mapping[str, list[Any]] = field(default_factory=dict)  # N entries, logged as well
-    by_divergence: bool = False  # the score is minus the divergence from the teacher
+    # gives the (N,) total by an experience with log-probabilities; None: it is known
+    once_known: Callable[[Any], Tensor] | None = None
 
 
 class Scorer(Protocol):
@@ -129,25 +130,25 @@ class RewardFunction(UserFunction):
         self,
         responses: Sequence[Response],
         state: TrainerState | None = None,
-        objects: Mapping[int, Any] | None = None,
+        beside: Beside | None = None,
     ) -> Tensor:
         """(N, K) fp32 scores by the K names, NaN for None; each rank scores some. On every rank.
 
         No response is scored twice, whatever the ranks hold: a function may answer differently.
-        With ``objects`` of a stateful environment each rank scores the responses whose it holds.
+        With something ``beside`` responses each rank scores those of which it has that.
 
         Raises:
             ValueError: if the function returns something else.
         """
-        mine: Collection[int] = objects or ()
-        if objects is None:
+        mine: Collection[int] = () if beside is None else beside.by_place
+        if beside is None:
             by_group = self.batch == "group"
             places = [each.group if by_group else n for n, each in enumerate(responses)]
             mine = {n for n, place in enumerate(places) if place % world_size() == rank()}
         own = {n: r for n, r in enumerate(responses) if n in mine and not r.episode.failure}
-        made = None if objects is None else [objects[n][0] for n in own]
+        more = {} if beside is None else {beside.name: [beside.by_place[n] for n in own]}
         # One rank's failure is everybody's: the first rank says what it was.
-        values = raise_together(lambda: self._scores([*own.values()], state, made))
+        values = raise_together(lambda: self._scores([*own.values()], state, more))
         table = [[0.0] * len(self.names) for _ in responses]
         for number, scores in zip(own, values, strict=True):
             table[number] = scores
@@ -166,7 +167,7 @@ class RewardFunction(UserFunction):
         self,
         responses: Sequence[Response],
         state: TrainerState | None = None,
-        objects: Sequence[Any] | None = None,
+        beside: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[list[float]]:
         calls: dict[int, list[int]] = {}
         for number, response in enumerate(responses):
@@ -174,7 +175,8 @@ class RewardFunction(UserFunction):
         scores: dict[int, list[float]] = {}
         for numbers in calls.values():
             part = [responses[n] for n in numbers]
-            found = self.call(part, state, objects and [objects[n] for n in numbers])
+            more = {name: [own[n] for n in numbers] for name, own in (beside or {}).items()}
+            found = self.call(part, state, more)
             for number, entry, response in zip(numbers, found, part, strict=True):
                 values = entry if self.own_names else [entry]
                 scores[number] = [self._number(value, response) for value in values]
@@ -203,7 +205,7 @@ class RewardFunctions:
 
     functions: tuple[RewardFunction, ...]
     log: RewardLog = field(default_factory=RewardLog)  # of all functions
-    objects: Mapping[int, Any] | None = None  # a stateful environment's, by number of the response
+    beside: Beside | None = None  # what they may ask for
     taken: tuple[str, ...] = (REWARD_MODEL,)  # names of other rewards
 
     @cached_property
@@ -220,15 +222,14 @@ class RewardFunctions:
     @property
     def logs(self) -> bool:
         """Whether a function may log anything, by its parameters."""
-        loggers = {"log_extra", "log_metric"}
-        functions = [each.function for each in self.functions]
-        return any(takes_all(f) or loggers & named_parameters(f).keys() for f in functions)
+        called, loggers = [each.function for each in self.functions], {"log_extra", "log_metric"}
+        return any(takes_all(each) or loggers & named_parameters(each).keys() for each in called)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse functions that ask for columns which the data lacks."""
-        objects = set() if self.objects is None else {"environments", "environment"}
+        more = () if self.beside is None else (self.beside.name, self.beside.name.removesuffix("s"))
         for each in self.functions:
-            each.check_columns({*columns, *objects})
+            each.check_columns({*columns, *more})
 
     def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
         """The scores; call on every rank.
@@ -237,7 +238,7 @@ class RewardFunctions:
             RewardError: if a function fails or returns something else than scores.
         """
         try:
-            tables = [each(responses, state, self.objects) for each in self.functions]
+            tables = [each(responses, state, self.beside) for each in self.functions]
         except Exception as error:
             raise RewardError from error
         columns = [column for each in tables for column in each.unbind(1)]
@@ -248,13 +249,13 @@ class RewardFunctions:
 
 @dataclass(frozen=True)
 class EpisodeScorer(Scorer):
-    """What the environment or agent gave an episode, and what an agent logged beside it."""
+    """What the player gave, and what it logged beside that."""
 
     name: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """That of the environment or agent."""
+        """That of what the player gives."""
         return (self.name,)
 
     def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
@@ -269,18 +270,6 @@ class EpisodeScorer(Scorer):
             metrics[name] = sum(values) / len(values)
             columns[name] = [each.get(name) for each in logged]
         return Scores(scores, {self.name: scores}, metrics=metrics, columns=columns)
-
-
-@dataclass(frozen=True)
-class TeacherScorer(Scorer):
-    """Minus the divergence from the teacher, which is known once log-probabilities are."""
-
-    names = ()
-
-    def __call__(self, responses: Sequence[Response], state: TrainerState) -> Scores:
-        """Zeros until then; NaN for a response that is left out."""
-        total = [math.nan if each.is_left_out else 0.0 for each in responses]
-        return Scores(to_device(torch.tensor(total), device()), by_divergence=True)
 
 
 @dataclass(frozen=True)
@@ -341,9 +330,10 @@ class RewardSum(Scorer):
         for response, (own, added) in zip(responses, scores, strict=True):
             if response.is_left_out or (math.isfinite(own) and not math.isinf(added)):
                 continue
-            who, value = "the weighted sum of rewards", added
-            if not math.isfinite(own):
-                who, value = "the reward model", own
+            is_sum = math.isfinite(own)
+            who, value = (
+                ("the weighted sum of rewards", added) if is_sum else ("the reward model", own)
+            )
             raise ScoreError from ValueError(
                 f"{who} gives {value} for {shortened(self.decode(response.tokens))!r} after the "
                 f"prompt {shortened(self.decode(response.prompt))!r}; a score is a finite number"
@@ -354,7 +344,7 @@ class RewardSum(Scorer):
 class Scoring:
     """What says how good responses are: to learn from, and to look at."""
 
-    scorer: RewardSum | TeacherScorer  # to which the reward model is added, if there is one
+    scorer: Scorer  # to which the reward model is added, if there is one
     judge: RewardFunction | None  # of evaluations
 
     @property
@@ -368,9 +358,9 @@ def load_scoring(
     tokenizer: Tokenizer,
     *,
     episodes: str | None,
-    objects: Mapping[int, Any] | None,
+    beside: Beside | None,
 ) -> Scoring:
-    """What scores by the options; ``episodes`` and ``objects`` are those of :func:`load_scorer`.
+    """What scores by the options; ``episodes`` and ``beside`` are those of :func:`load_scorer`.
 
     Raises:
         ValueError: if something cannot be used, or nothing scores.
@@ -379,16 +369,13 @@ def load_scoring(
     judge = None if name is None else load_function("judge_function", name, tokenizer)
     has_model = config.critic.model_name_or_path is not None
     scorer = load_scorer(
-        config.rewards, tokenizer, has_model=has_model, episodes=episodes, objects=objects
+        config.rewards, tokenizer, has_model=has_model, episodes=episodes, beside=beside
     )
     if scorer.weights:
         return Scoring(scorer, judge)
-    if config.ppo.rules.distills:
-        return Scoring(TeacherScorer(), judge)
-    raise ValueError(
-        f"--environment {config.batch.environment} gives no reward (a class may, by get_reward "
-        "or step), and neither --reward_function nor --critic_model_name_or_path does"
-    )
+    if config.reference is not None:
+        return Scoring(config.reference.scorer(), judge)
+    raise ValueError("nothing gives a reward: give --reward_function or a reward model")
 
 
 def load_scorer(
@@ -397,30 +384,26 @@ def load_scorer(
     *,
     has_model: bool,
     episodes: str | None = None,
-    objects: Mapping[int, Any] | None = None,
+    beside: Beside | None = None,
 ) -> RewardSum:
     """The functions of ``--reward_function`` with their weights, and those of ``--reward_gate``.
 
     With ``has_model`` the reward model is to be added, which :meth:`RewardSum.adding` does.
-    ``episodes`` is the name of the reward that an environment or agent gives, and ``objects`` are
-    those of a stateful environment.
+    ``episodes`` is the name of the reward that the player gives, and ``beside`` what it keeps for
+    functions.
 
     Raises:
         ValueError: if one cannot be used.
     """
-    log = RewardLog()
-    calls = {
-        "batch": config.reward_batch,
-        "retries": config.reward_retries,
-        "timeout": config.reward_timeout,
-    }
+    log, batch = RewardLog(), config.reward_batch
+    calls = {"retries": config.reward_retries, "timeout": config.reward_timeout}
     functions = tuple(
-        load_function(option, name, tokenizer, log=log, **calls)
+        load_function(option, name, tokenizer, log=log, batch=batch, **calls)
         for option in ("reward_function", "reward_gate")
         for name in getattr(config, option)
     )
     taken = () if episodes is None else (episodes,)
-    scorer = RewardFunctions(functions, log, objects, (*taken, REWARD_MODEL))
+    scorer = RewardFunctions(functions, log, beside, (*taken, REWARD_MODEL))
     count = sum(len(each.names) for each in functions if each.option == "reward_function")
     scored, gates = scorer.names[:count], scorer.names[count:]
     weights = config.reward_weights or (1.0,) * count

@@ -3,7 +3,7 @@
 import concurrent.futures
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,20 @@ from dschat_lora.report.terminal import note
 from dschat_lora.rl.options.names import load_object
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response, as_messages, messages_after_prompt, prompt_of
+
+OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
+TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# Of these a function that is called with one response at a time gets one, by the name without s.
+PLURAL = ("prompts", "responses", "completions", "rows")
+# Any of these parameters says that a function scores one response at a time.
+_OF_ONE = {"response", "completion"}
+# One of these is what a function needs to see responses.
+_SEES_RESPONSES = {*_OF_ONE, "responses", "completions", "messages"}
+# Columns that are other arguments' matter, as in TRL.
+_NOT_OFFERED = {"prompt", "completion", "messages", "chosen", "rejected"}
+# Functions with any of these parameters see what rows hold beside text.
+_SHOWS_ROWS = {"prompts", "prompt", "messages", "rows", "row", *MEDIA}
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -92,11 +106,6 @@ class RewardLog:
         for response, value in zip(responses, values, strict=True):
             self.columns.append((str(column), id(response), value))
 
-    def add(self, other: "RewardLog") -> None:
-        """Keep what another log holds as well."""
-        self.metrics += other.metrics
-        self.columns += other.columns
-
     def take(self, responses: Sequence[Response]) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """Metrics by name, and columns with an entry for each response, of all ranks; begins anew.
 
@@ -107,8 +116,12 @@ class RewardLog:
         """
         places = {id(each): number for number, each in enumerate(responses)}
         own = [(column, places[key], value) for column, key, value in self.columns if key in places]
+
+        def plain(value: Any) -> Any:  # that JSON lacks: numbers of an array, else text
+            return value.tolist() if hasattr(value, "tolist") else str(value)
+
         try:
-            text = raise_together(lambda: json.dumps([self.metrics, own], default=_plain))
+            text = raise_together(lambda: json.dumps([self.metrics, own], default=plain))
         except Exception as error:
             raise RewardError from error
         self.metrics, self.columns = [], []
@@ -120,11 +133,6 @@ class RewardLog:
             for column, place, value in entries:
                 found.setdefault(column, [None] * len(responses))[place] = value
         return {name: sum(own) / len(own) for name, own in sorted(values.items())}, found
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON lacks, as a list of numbers if it is an array, else as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @dataclass(frozen=True)
@@ -175,9 +183,11 @@ class UserFunction:
         self,
         responses: Sequence[Response],
         state: TrainerState | None = None,
-        environments: Sequence[Any] | None = None,
+        beside: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Any]:
         """What the function returns for each response, after so many errors at most.
+
+        ``beside`` are further arguments by name, which have an entry for each response.
 
         Raises:
             ValueError: if it returns no list of as many.
@@ -186,17 +196,15 @@ class UserFunction:
         single = is_singular(self.function)
         parts = [[each] for each in responses] if single else [list(responses)]
         done: dict[int, tuple[Any, RewardLog]] = {}
+        sees = getattr(self.function, "sees_media", True)
+        media = media_of(self.tokenizer) if sees else None
         for tries_left in reversed(range(self.retries + 1)):
             # A call that succeeded is not made again, and what one logs that fails is not kept.
             logs = [RewardLog() for _ in parts]
-            sees = getattr(self.function, "sees_media", True)
-            media = media_of(self.tokenizer) if sees else None
-            calls = calls_of(
-                self.function, responses, self.tokenizer, state, logs, environments, media
-            )
-            every = enumerate(zip(calls, parts, logs, strict=True))
+            calls = calls_of(self.function, responses, self.tokenizer, state, logs, beside, media)
+            every = enumerate(zip(calls, logs, strict=True))
             left = {n: call for n, call in every if n not in done}
-            count, came = sum(len(part) for _, part, _ in left.values()), dict[int, Any]()
+            count, came = sum(len(parts[n]) for n in left), dict[int, Any]()
             make = partial(self._make, left, came, tries_left)
             failure = None
             try:
@@ -216,8 +224,9 @@ class UserFunction:
             else:
                 raise failure
         found = [done[n][0] for n in range(len(parts))]
-        for n in range(len(parts)):
-            self.log.add(done[n][1])
+        for n in range(len(parts)):  # by the order of responses, whichever came first
+            self.log.metrics += done[n][1].metrics
+            self.log.columns += done[n][1].columns
         return self.entries(found if single else found[0], len(responses))
 
     def entries(self, found: Any, count: int) -> list[Any]:
@@ -253,7 +262,7 @@ class UserFunction:
 
     def _make(
         self,
-        calls: dict[int, tuple[dict[str, Any], list[Response], RewardLog]],
+        calls: dict[int, tuple[dict[str, Any], RewardLog]],
         done: dict[int, tuple[Any, RewardLog]],
         tries_left: int,
     ) -> None:
@@ -272,11 +281,11 @@ class UserFunction:
 
         async def wait_for(number: int, value: Awaitable[Any]) -> None:
             with errors_of(number):
-                done[number] = await value, of[number][2]
+                done[number] = await value, of[number][1]
 
         of, waiting = dict(calls), []
         with same_gradients():
-            for number, (arguments, _, log) in of.items():
+            for number, (arguments, log) in of.items():
                 if number not in calls or (errors and not tries_left):
                     break
                 with errors_of(number):
@@ -334,45 +343,19 @@ def find_object(option: str, name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def check_takes_responses(option: str, name: str, function: Callable[..., object]) -> None:
-    """Refuse a function that takes no responses.
+def check_takes_responses(
+    option: str, name: str, function: Callable[..., object], also: str = ""
+) -> None:
+    """Refuse a function that takes no responses; ``also`` says what else it may be.
 
     Raises:
         ValueError: naming what it takes.
     """
     if not (_SEES_RESPONSES & named_parameters(function).keys() or takes_all(function)):
-        plays = ", or have play(tasks, draw, *, key)" if option == "environment" else ""
         raise ValueError(
             f"--{option} {name} must take responses, completions or messages (one at a time: "
-            f"response or completion){plays}, it takes {inspect.signature(function)}"
+            f"response or completion){also}, it takes {inspect.signature(function)}"
         )
-
-
-OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
-
-
-TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-
-
-# Of these a function that is called with one response at a time gets one, by the name without s.
-PLURAL = ("prompts", "responses", "completions", "environments", "rows")
-
-
-# Any of these parameters says that a function scores one response at a time.
-_OF_ONE = {"response", "completion"}
-# One of these is what a function needs to see responses.
-_SEES_RESPONSES = {*_OF_ONE, "responses", "completions", "messages"}
-
-
-# Columns that are other arguments' matter, as in TRL.
-_NOT_OFFERED = {"prompt", "completion", "messages", "chosen", "rejected"}
-
-
-# Functions with any of these parameters see what rows hold beside text.
-_SHOWS_ROWS = {"prompts", "prompt", "messages", "rows", "row", *MEDIA}
-
-
-_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
@@ -396,9 +379,9 @@ def is_singular(function: Callable[..., object]) -> bool:
     return bool(_OF_ONE & named_parameters(function).keys())
 
 
-def singular(name: str) -> str:
+def singular(name: str, more: Collection[str] = ()) -> str:
     """The name of an argument where a function takes one response at a time."""
-    return name.removesuffix("s") if name in PLURAL else name
+    return name.removesuffix("s") if name in PLURAL or name in more else name
 
 
 def calls_of(
@@ -407,7 +390,7 @@ def calls_of(
     tokenizer: Tokenizer,
     state: TrainerState | None = None,
     logs: Sequence[RewardLog] = (),
-    environments: Sequence[Any] | None = None,
+    beside: Mapping[str, Sequence[Any]] | None = None,
     media: MediaReader | None = None,
 ) -> list[dict[str, Any]]:
     """Keyword arguments of each call that scores the responses, with what the function takes.
@@ -417,21 +400,20 @@ def calls_of(
     completions as its data has them: text, or lists of messages. What ``media`` reads is in them,
     and in rows, where the function may take either; responses to a prompt share it.
     """
-    names = named_parameters(function)
+    names, scores_by_name = named_parameters(function), is_scorer(function)
     of_trl = not {"responses", "response"} & names.keys()
-    shows = takes_all(function) or is_scorer(function) or bool(_SHOWS_ROWS & names.keys())
     rows = [each.row for each in responses]
+    shows = takes_all(function) or scores_by_name or _SHOWS_ROWS & names.keys()
     if media is not None and shows:
         rows = media.restored(rows, [each.prompt for each in responses])
     pairs = zip(responses, rows, strict=True)
     read = [DecodedResponse.of(each, tokenizer, row) for each, row in pairs]
     ids = [each.token_ids for each in read]
-    texts = [each.text for each in read]
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOT_OFFERED)
     offered: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in columns}
     offered |= {
         "prompts": [each.row_prompt if of_trl else each.prompt for each in read],
-        "responses": read if is_scorer(function) else texts,
+        "responses": read if scores_by_name else [each.text for each in read],
         "completions": [
             each.turns if of_trl and not isinstance(each.row_prompt, str) else each.text
             for each in read
@@ -442,19 +424,20 @@ def calls_of(
         "token_ids": ids,
         "completion_ids": ids,
     }
-    if environments is not None:
-        offered["environments"] = list(environments)
-    calls, parts = [offered], [list(responses)]
+    beside = beside or {}
+    offered |= {name: list(values) for name, values in beside.items()}
+    calls: list[dict[str, Any]] = [offered]
+    parts = [list(responses)]
     if is_singular(function):
         places = range(len(responses))
-        calls = [{singular(name): v[i] for name, v in offered.items()} for i in places]
+        calls = [{singular(name, beside): v[i] for name, v in offered.items()} for i in places]
         parts = [[each] for each in responses]
     logs = logs or [RewardLog() for _ in calls]
     known = state or TrainerState()
-    of_run = {"trainer_state": known} | ({"state": known} if is_scorer(function) else {})
+    of_run = {"trainer_state": known} | ({"state": known} if scores_by_name else {})
     for call, part, log in zip(calls, parts, logs, strict=True):
-        call |= of_run
-        call |= {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, part)}
+        own = {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, part)}
+        call |= of_run | own
     if takes_all(function):
         return calls
     return [{name: v for name, v in call.items() if name in names} for call in calls]

@@ -1,9 +1,7 @@
 """Metrics of an iteration, its responses and its update."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience, id
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import Algorithm, RolloutCorrection
 from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
-from dschat_lora.rl.response.response import TIMED_OUT, Response
+from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import REWARD_MODEL, Shaped
 from dschat_lora.runtime.loop import rate_metrics
 
@@ -37,11 +35,13 @@ def iteration_metrics(
 ) -> dict[str, float | int | None]:
     """Metrics of an iteration's steps, its responses with their shaped rewards, and the sampler."""
     batch, correction = config.batch, config.ppo.correction
-    rewards = experience.scores if experience.by_divergence else shaped.rewards
-    found = {
+    rewards = shaped.rewards if experience.scores_once_known is None else experience.scores
+    pairs = zip(experience.responses, experience.counts.tolist(), strict=True)
+    found: dict[str, float | int | None] = {
         **update_metrics(results),
         **sampler_errors(updater.looked, bounds=batch.only_filters),
         **response_metrics(experience, rewards, updater.targets, config.ppo.rules),
+        **config.response_metrics(experience.responses, [each for each, counts in pairs if counts]),
         "score_clip_fraction": shaped.clip_fraction,
         "updates": len(results),
     }
@@ -127,11 +127,9 @@ def response_metrics(
         "truncated_fraction": 1 - eos_rate,
         "dropped": len(responses) - len(kept),
         "undrawn": sum(each.undrawn for each in responses),
-        **agent_metrics(responses),
         "samples": len(responses),
         "tokens": sum(map(len, responses)),
         "supervised_tokens": sum(r.num_actor_tokens for r in responses),
-        **turn_metrics(kept),
     }
 
 
@@ -142,38 +140,6 @@ def source_metrics(responses: Sequence[Response], names: Sequence[str]) -> dict[
         own = [len(each) for each in responses if each.origin.source == number]
         found |= {f"samples/{name}": len(own), f"tokens/{name}": sum(own)}
     return found
-
-
-def turn_metrics(responses: Sequence[Response]) -> dict[str, float]:
-    """Mean number of the actor's turns and of tokens read from an environment, if any has some."""
-    if not any(each.actor_mask or each.episode.num_calls for each in responses):
-        return {}
-    turns = sum(_num_turns(each) for each in responses)
-    read = sum(each.num_read_tokens for each in responses)
-    return {"turns": turns / len(responses), "environment_tokens": read / len(responses)}
-
-
-def agent_metrics(responses: Sequence[Response]) -> dict[str, float | int]:
-    """Sequences of an agent's episodes, and how many failed; nothing without agents."""
-    if not any(each.episode.num_calls or each.episode.failure for each in responses):
-        return {}
-    played = [len(each.sequences) for each in responses if not each.episode.failure]
-    return {
-        "sequences": sum(played) / max(1, len(played)),
-        "failed_episodes": sum(bool(each.episode.failure) for each in responses),
-        "timed_out_episodes": sum(each.episode.failure.startswith(TIMED_OUT) for each in responses),
-        "retried_episodes": sum(each.episode.num_retries > 0 for each in responses),
-    }
-
-
-def _num_turns(response: Response) -> int:
-    episode, mask = response.episode, response.actor_mask
-    if episode.num_calls:
-        return episode.num_calls
-    if mask and response.origin.is_drawn and not episode.earlier:  # of a player without messages
-        return sum(own and not before for before, own in pairwise((False, *mask)))
-    earlier = json.loads(episode.earlier or b"[]")
-    return 1 + sum(message["role"] == "assistant" for message in earlier)
 
 
 def rewards_by_name(experience: Experience) -> dict[str, float]:

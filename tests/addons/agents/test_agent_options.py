@@ -9,8 +9,9 @@ from dschat_lora.config import addons
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.when import without_effect
 from dschat_lora.rl.loop.validation import check_rlhf
-from dschat_lora.rl.options.config import DistillConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.resume import options_with_code
+from helpers.addons import of_addon
 
 pytest.importorskip("uvicorn", reason="the extra [agents] is not installed")
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("first_rows")]
@@ -38,10 +39,13 @@ def parsed(line, config_class=RlhfConfig):
             f"{AGENT} --soft_overlong_tokens 3",
             "--soft_overlong_tokens 3 is of single answers, and an agent's episode has several",
         ),
-        (
-            "--algorithm distill --teacher_system_prompt x --agent_command cat",
-            "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts of "
-            "its own: give the teacher by --teacher_model_name_or_path",
+        *(
+            (
+                "--algorithm distill --teacher_system_prompt x --agent_command cat",
+                "--teacher_system_prompt is read before a row's prompt, and an agent makes prompts "
+                "of its own: give the teacher by --teacher_model_name_or_path",
+            )
+            for _ in of_addon("distill.addon")
         ),
         (
             "--rollouts_ahead 1 --rollout_engine http://127.0.0.1:9 --agent_command true",
@@ -72,7 +76,7 @@ def test_options_of_agents_have_no_effect_without_one():
     assert not without_effect(parsed(f"{AGENT} --agent_retries 1"))
 
 
-@pytest.mark.parametrize("config_class", [RlhfConfig, DistillConfig])
+@pytest.mark.parametrize("config_class", [RlhfConfig, *of_addon("distill.stage:DistillConfig")])
 def test_a_checkpoint_chooses_no_program(config_class):
     options = {"agent": "a:b", "agent_command": "c", "agent_retries": 1}
     assert options_with_code(config_class, options) == {"agent": "a:b", "agent_command": "c"}
@@ -82,6 +86,6 @@ def test_an_agent_needs_no_reward_and_punishes_no_long_answers(capsys):
     config = check_rlhf(parsed(f"{AGENT} --algorithm dapo --num_prompts 8"))
     assert config.addons.agents == AgentOptions(agent="helpers.rlhf_course:asks_on")
     assert config.rewards.soft_overlong_tokens == 0
-    assert config.has_turns
+    assert config.players
     said = capsys.readouterr().out
     assert "reward: the agent helpers.rlhf_course:asks_on; data: 8 episodes without data" in said

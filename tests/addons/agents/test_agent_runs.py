@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.report.rollouts import read_rollouts
-from engine.test_environment_runs import weights_of, without_times
+from addons.environments.test_environment_runs import weights_of, without_times
+from dschat_lora.addons.report.rollouts import read_rollouts
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 
 pytestmark = pytest.mark.stage

@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import psutil
 import pytest
+from dschat_lora.rl.response.turn_tokens import TurnTokens
 from transformers import AutoTokenizer
 
 from data.chat_tokenizers import build_chat_tokenizer
@@ -33,7 +34,6 @@ from dschat_lora.generation.stops import end_of_text
 from dschat_lora.models.loading import end_ids
 from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.response.response import DecodedTurn, Origin, Response
-from dschat_lora.rl.response.turn_tokens import TurnTokens
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 QUESTION = [{"role": "user", "content": "What is 1?"}]

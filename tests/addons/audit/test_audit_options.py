@@ -4,8 +4,7 @@ import json
 import sys
 
 import pytest
-
-from helpers.audits import audit
+from audits import audit
 
 __all__ = ["audit"]
 

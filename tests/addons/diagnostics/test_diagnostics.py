@@ -28,6 +28,9 @@ HEALTHY = {
 }
 
 
+EXACT = {"kl_standard_error": 0.0}
+
+
 def diagnostics(dtype="fp32", samples_tokens=True, engine=HERE, **options):
     return Diagnostics(dtype, samples_tokens, engine, **options)
 
@@ -64,6 +67,7 @@ CASES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CASES)
 def test_a_failure_is_said_once_as_soon_as_the_window_shows_it(name):
     before, after, words, delay = CASES[name]
@@ -100,32 +104,32 @@ def test_ratio_may_differ_by_what_rounding_does(dtype, allowed, much):
     assert len(said(diagnostics(dtype), [{"ratio_error": math.nan}])[0]) == 1
 
 
-def test_divergence_is_judged_by_its_standard_error_over_the_window():
-    # four standard errors of a mean of five iterations: 4 * 0.1 / sqrt(5) = 0.179
-    assert said(diagnostics(), times(9, kl=-0.17)) == [[]] * 9
-    assert sum(map(len, said(diagnostics(), times(9, kl=-0.19)))) == 1
-    # what is nearly nothing is rounding
-    still = times(9, kl=-0.9e-4, kl_standard_error=0.0)
-    assert said(diagnostics(), still) == [[]] * 9
-    assert sum(map(len, said(diagnostics(), times(9, kl=-1.1e-4, kl_standard_error=0.0)))) == 1
+@pytest.mark.parametrize(
+    ("before", "after", "count"),
+    [
+        # four standard errors of a mean of five iterations: 4 * 0.1 / sqrt(5) = 0.179
+        ({"kl": -0.17}, {"kl": -0.17}, 0),
+        ({"kl": -0.19}, {"kl": -0.19}, 1),
+        # what is nearly nothing is rounding
+        (EXACT | {"kl": -0.9e-4}, EXACT | {"kl": -0.9e-4}, 0),
+        (EXACT | {"kl": -1.1e-4}, EXACT | {"kl": -1.1e-4}, 1),
+        # ends that were rare from the start
+        ({"eos_rate": 0.19}, {"eos_rate": 0.0}, 0),
+        ({"eos_rate": 0.2}, {"eos_rate": 0.11}, 0),
+        ({"eos_rate": 0.2}, {"eos_rate": 0.1}, 1),
+        # entropy that never was there, that fell by less, and that is no number
+        ({"entropy": 0.0}, {"entropy": 0.0}, 0),
+        ({}, {"entropy": 0.21}, 0),
+        ({"entropy": math.nan}, {"entropy": math.nan}, 0),
+        ({"entropy": None}, {"entropy": None}, 0),
+    ],
+)
+def test_what_is_a_failure_and_what_is_none(before, after, count):
+    assert sum(map(len, said(diagnostics(), times(WINDOW, **before) + times(9, **after)))) == count
 
 
 def test_other_than_plain_sampling_may_give_a_negative_divergence():
     assert said(diagnostics(samples_tokens=False), times(9, kl=-5.0)) == [[]] * 9
-
-
-def test_ends_that_were_rare_from_the_start_are_nothing_new():
-    rows = times(WINDOW, eos_rate=0.19) + times(9, eos_rate=0.0)
-    assert sum(map(len, said(diagnostics(), rows))) == 0
-    rows = times(WINDOW, eos_rate=0.2) + times(9, eos_rate=0.11)
-    assert sum(map(len, said(diagnostics(), rows))) == 0
-    rows = times(WINDOW, eos_rate=0.2) + times(9, eos_rate=0.1)
-    assert sum(map(len, said(diagnostics(), rows))) == 1
-
-
-def test_entropy_that_never_was_there_cannot_collapse():
-    assert sum(map(len, said(diagnostics(), times(12, entropy=0.0)))) == 0
-    assert sum(map(len, said(diagnostics(), times(WINDOW) + times(9, entropy=0.21)))) == 0
 
 
 @pytest.mark.parametrize("change", [{"entropy": 0.01}, {"response_length": 900.0}])
@@ -154,10 +158,10 @@ def test_nothing_but_the_ratio_is_judged_before_the_window_is_full():
 # ---------------------------------------------------------------------------- the judge
 
 
-def judged(*rows):
+def judged(*rows, error=0.1):
     looking = diagnostics()
     return [
-        looking.after_evaluation({"reward": r, "judge": j, "judge_standard_error": 0.1})
+        looking.after_evaluation({"reward": r, "judge": j, "judge_standard_error": error})
         for r, j in rows
     ]
 
@@ -191,30 +195,22 @@ def test_a_judge_that_disagrees_with_the_reward_is_reported_once():
         [(1.0, None), (2.0, 3.0)],
         [(1.0, 5.0), (2.0, None)],
         [(1.0, 5.0)],
+        [(1.0, 5.0), (math.nan, 1.0)],
+        [(1.0, 5.0), (2.0, math.nan)],
     ],
 )
 def test_a_judge_that_agrees_or_is_not_there_is_no_news(rows):
     assert judged(*rows)[-1] == []
 
 
+def test_a_judge_of_one_response_alone_proves_nothing():
+    assert judged((1.0, 5.0), (2.0, 6.0), (3.0, 4.0), error=math.nan) == [[]] * 3
+
+
 def test_the_latest_evaluation_is_compared_with_the_first():
     # a fall that ends below the first is one, whatever came between
     found = judged((1.0, 5.0), (2.0, 9.0), (3.0, 6.0), (4.0, 4.0))
     assert [len(each) for each in found] == [0, 0, 0, 1]
-
-
-def test_a_judge_of_one_response_alone_proves_nothing():
-    looking = diagnostics()
-    for reward, judge in ((1.0, 5.0), (2.0, 6.0), (3.0, 4.0)):
-        row = {"reward": reward, "judge": judge, "judge_standard_error": math.nan}
-        assert looking.after_evaluation(row) == []
-
-
-def test_rewards_and_judgements_that_are_no_numbers_prove_nothing():
-    for row in ({"reward": math.nan, "judge": 1.0}, {"reward": 2.0, "judge": math.nan}):
-        looking = diagnostics()
-        looking.after_evaluation({"reward": 1.0, "judge": 5.0, "judge_standard_error": 0.1})
-        assert looking.after_evaluation({"judge_standard_error": 0.1} | row) == []
 
 
 # ---------------------------------------------------------------------------- resuming
@@ -383,8 +379,3 @@ def test_a_plateau_of_noise_is_no_fall():
             looking.after_log(HEALTHY | {"reward": noise.gauss(0, 0.1)})
         alarms += bool({"judge", "held_out"} & {*looking.active}) or looking.failed
     assert alarms <= 4
-
-
-@pytest.mark.parametrize("value", [math.nan, None])
-def test_an_entropy_that_is_no_number_has_not_collapsed(value):
-    assert said(diagnostics(), times(9, entropy=value)) == [[]] * 9

@@ -11,6 +11,7 @@ from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.draw.transformers_engine import transformers_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
+from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.samples import PromptSample
@@ -21,7 +22,6 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.draw import generator as rollout
-from dschat_lora.rl.draw.completions import CompletionPool, CompletionServer
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
 from dschat_lora.rl.draw.own_engine import OwnEngine, decoded_turns
 from dschat_lora.rl.draw.player import Draw

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from dschat_lora.rl.draw import completions
-from dschat_lora.rl.draw.completions import (
+from dschat_lora.addons.engines import completions
+from dschat_lora.addons.engines.completions import (
     CompletionPool,
     CompletionServer,
     EngineError,

@@ -9,14 +9,14 @@ import pytest
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 import dschat_lora as dl
+from dschat_lora.addons.engines import completions
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.report.rollouts import read_rollouts
-from dschat_lora.rl.draw import completions
 from dschat_lora.rl.loop import setup
 from helpers.fake_vllm import command_of
 from helpers.served import served
 from helpers.spread import ALL
+from helpers.step1 import rollouts
 
 pytestmark = pytest.mark.stage
 
@@ -55,7 +55,7 @@ def own(tmp_path_factory):
 def drawn(home):
     """Responses by iteration, and by what they were drawn."""
     found = {}
-    for row in read_rollouts(Path(home)):
+    for row in rollouts(Path(home)):
         found.setdefault(row["iteration"], []).append((row["response"], row["policy_version"]))
     return found
 
@@ -232,7 +232,7 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
         data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "own", **still
     )
     texts = {}
-    for row in read_rollouts(Path(untrained.path)):
+    for row in rollouts(Path(untrained.path)):
         texts.setdefault(row["iteration"], []).append(row["response"])
     same = [[text for text, _ in found[n]] == texts[n] for n in (1, 2, 3)]
     assert same == [True, True, False]
@@ -255,7 +255,7 @@ def test_iterations_have_whole_groups_of_the_prompts_that_were_answered_first(tm
     for line in of_kind(run, "train"):
         assert (line["cut_prompts"], line["samples"]) == (2, 16)
     for number in (1, 2):
-        rows = [r for r in read_rollouts(Path(run.path)) if r["iteration"] == number]
+        rows = [r for r in rollouts(Path(run.path)) if r["iteration"] == number]
         groups = [[r["prompt"] for r in rows[n : n + 4]] for n in range(0, 16, 4)]
         assert all(len(set(group)) == 1 for group in groups)
         assert len({group[0] for group in groups}) == 4

@@ -408,9 +408,9 @@ def test_chat_shows_pictures_with_what_is_asked_next(base, runs, stock, tmp_path
 
 def test_the_report_shows_the_pictures_of_prompts_that_are_still_there(tmp_path):
     from dschat_lora.addons.images.pictures import digest
-    from dschat_lora.report.html import render_report
-    from dschat_lora.report.rollouts import FILE, as_member
-    from dschat_lora.report.run_data import read_runs
+    from dschat_lora.addons.report.html import render_report
+    from dschat_lora.addons.report.run_data import read_runs
+    from dschat_lora.report.rollout_file import FILE, as_member
 
     path = tmp_path / "a.png"
     drawn(300, 200).save(path)

@@ -12,6 +12,7 @@ from addons.images.training import EXACT, PICTURES, Seeing, answer, pair_row, tr
 from dschat_lora.addons.kto.batch import UnpairedCollator
 from dschat_lora.addons.kto.objective import kto_objective
 from dschat_lora.addons.kto.options import KtoOptions
+from dschat_lora.addons.report.rollouts import read_rollouts
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig, DpoStageConfig, RewardConfig, RewardStageConfig
 from dschat_lora.data.batch import PairCollator
@@ -19,7 +20,6 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.report.rollouts import read_rollouts
 from dschat_lora.supervised.pair_objectives import answer_logprobs, reward_objective, score_ends
 from helpers.images import spread
 from helpers.step1 import write_jsonl

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 import dschat_lora
 from dschat_lora.addons.images.vision import PictureInputs
+from dschat_lora.addons.report.rollouts import read_rollouts, show_rollouts, summary_text
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import FIRST_ID
@@ -19,7 +20,6 @@ from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import lora_layers
 from dschat_lora.models.source import find_model
-from dschat_lora.report.rollouts import read_rollouts, show_rollouts, summary_text
 from dschat_lora.rl.learn.roles import build_roles
 from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.batch import collate

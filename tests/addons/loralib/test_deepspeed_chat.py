@@ -193,16 +193,11 @@ def test_dropout_is_on_the_input_of_the_update_in_training_alone():
     ],
 )
 def test_layers_are_chosen_by_part_of_their_name(part, expected):
-    model = convert_linear_layer_to_lora(ConvNet(), part, lora_dim=2)
-    assert [n for n, m in model.named_modules() if isinstance(m, LoraLinear)] == expected
-    assert model.features.weight.requires_grad
-
-
-def test_only_weights_with_an_update_are_frozen():
     model = ConvNet()
-    assert convert_linear_layer_to_lora(model, "wide", lora_dim=2) is model
+    assert convert_linear_layer_to_lora(model, part, lora_dim=2) is model
+    assert [n for n, m in model.named_modules() if isinstance(m, LoraLinear)] == expected
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert frozen == ["heads.wide.weight"]
+    assert frozen == [f"{name}.weight" for name in expected]
 
 
 def test_a_layer_of_two_names_stays_one_layer():
@@ -263,23 +258,23 @@ def test_torchs_encoder_layers_use_the_update_without_gradients_too():
         torch.testing.assert_close(fast, model.train()(x))
 
 
-def test_a_layer_that_attention_reads_without_calling_is_refused():
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj, whose weight nn\.Multi"):
-        convert_linear_layer_to_lora(encoder(), "layers.", lora_dim=2)
-
-
-def test_a_layer_that_a_kernel_reads_without_calling_is_refused():
+def test_a_layer_that_is_read_without_being_called_or_has_no_parent_is_refused():
+    with pytest.raises(ValueError, match="part_module_name '': the model has no linear layer"):
+        convert_linear_layer_to_lora(nn.Linear(2, 2), "", lora_dim=1)
     model = nn.Sequential(nn.ModuleDict({"in_proj": nn.Linear(2, 2), "out_proj": nn.Linear(2, 2)}))
     model.config = SimpleNamespace(model_type="mamba")
     with pytest.raises(ValueError, match="'out_proj', whose adapter the GPU kernel of Mamba"):
         convert_linear_layer_to_lora(model, "", lora_dim=2)
     convert_linear_layer_to_lora(model, "in_proj", lora_dim=2)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj, whose weight nn\.Multi"):
+        convert_linear_layer_to_lora(encoder(), "layers.", lora_dim=2)
 
 
 def test_a_rank_of_zero_leaves_the_model_as_it_is():
     model = convert_linear_layer_to_lora(mlp(), "0")
     assert not factors_of(model)
     assert all(p.requires_grad for p in model.parameters())
+    assert convert_lora_to_linear_layer(model) is model
 
 
 @pytest.mark.parametrize(
@@ -307,41 +302,28 @@ def test_what_cannot_be_converted_is_said(part, settings, message):
     assert not factors_of(model)
 
 
-def test_a_linear_layer_without_a_parent_is_refused():
-    with pytest.raises(ValueError, match="part_module_name '': the model has no linear layer"):
-        convert_linear_layer_to_lora(nn.Linear(2, 2), "", lora_dim=1)
-
-
 # what trains
 
 
-def test_factors_alone_train():
+def trained_names(model, **forced):
+    assert only_optimize_lora_parameters(model, **forced) is model
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_factors_and_forced_parameters_alone_train():
     model = convert_linear_layer_to_lora(ConvNet(), "heads", lora_dim=2)
-    assert only_optimize_lora_parameters(model) is model
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     heads = ("heads.wide", "heads.narrow")
-    assert trained == {f"{head}.lora_{factor}" for head in heads for factor in "AB"}
-
-
-def test_forced_parameters_train_beside_the_factors():
+    assert trained_names(model) == {f"{head}.lora_{each}" for head in heads for each in "AB"}
     model = convert_linear_layer_to_lora(ConvNet(), "wide", lora_dim=2).requires_grad_(False)
-    only_optimize_lora_parameters(model, force_optimize_params=["heads.narrow.weight"])
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == {"heads.wide.lora_A", "heads.wide.lora_B", "heads.narrow.weight"}
-
-
-def test_a_tied_parameter_can_be_forced_by_either_name():
+    names = {"heads.wide.lora_A", "heads.wide.lora_B", "heads.narrow.weight"}
+    assert trained_names(model, force_optimize_params=["heads.narrow.weight"]) == names
+    # A tied one by either name.
     model = convert_linear_layer_to_lora(toy_model(), "blocks", lora_dim=2)
-    only_optimize_lora_parameters(model, ["head.weight"])
-    assert model.embed.weight.requires_grad
-
-
-def test_factors_of_layers_with_their_names_train_too():
-    """Layers of theirs, which a script may still hold."""
+    assert "embed.weight" in trained_names(model, force_optimize_params=["head.weight"])
+    # Layers of theirs, which a script may still hold.
     model = mlp()
     model[0].lora_right_weight = nn.Parameter(torch.zeros(5, 2))
-    only_optimize_lora_parameters(model)
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["0.lora_right_weight"]
+    assert trained_names(model) == {"0.lora_right_weight"}
 
 
 @pytest.mark.parametrize(
@@ -396,13 +378,10 @@ def test_groups_have_each_trained_parameter_once_with_its_rate_and_decay():
     assert sum(len(g["params"]) for g in groups) == 9  # of 10, the frozen weight left out
 
 
-def test_a_list_of_names_without_decay_can_be_given():
+def test_names_without_decay_can_be_given_and_no_group_is_empty():
     model = Named()
     groups = get_optimizer_grouped_parameters(model, 0.1, no_decay_name_list=["LN_1"])
     assert names_in(model, groups[1]) == {"ln_1.weight", "ln_1.bias"}
-
-
-def test_groups_that_would_be_empty_are_left_out():
     model = only_optimize_lora_parameters(convert_linear_layer_to_lora(mlp(), "0", lora_dim=2))
     (group,) = get_optimizer_grouped_parameters(model, weight_decay=0.0)
     assert names_in(model, group) == {"0.lora_A", "0.lora_B"}
@@ -532,15 +511,10 @@ def test_a_trained_model_converted_back_computes_the_same_with_plain_layers(make
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_plain_layers_are_in_the_mode_of_the_model(training):
+def test_plain_layers_have_the_mode_of_the_model_and_the_storage_of_its_weights(training):
     model = converted(mlp()).train(training)
-    assert [m.training for m in convert_lora_to_linear_layer(model).modules()] == [training] * 4
-
-
-def test_weights_keep_their_storage_where_they_are_nobody_elses():
-    model = mlp()
     weight = model[0].weight
-    convert_lora_to_linear_layer(converted(model))
+    assert [m.training for m in convert_lora_to_linear_layer(model).modules()] == [training] * 4
     assert model[0].weight is weight
 
 
@@ -614,11 +588,6 @@ def test_a_tied_weight_in_parts_is_refused():
     model.head.weight.ds_id = 1  # as DeepSpeed marks what ZeRO 3 divides
     with pytest.raises(ValueError, match="head has an update, and its weight is another layer's"):
         convert_lora_to_linear_layer(model)
-
-
-def test_a_model_without_factors_is_given_back():
-    model = mlp()
-    assert convert_lora_to_linear_layer(model) is model
 
 
 # ZeRO 3

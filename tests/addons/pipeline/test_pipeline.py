@@ -16,12 +16,12 @@ import pytest
 from dschat_lora.__main__ import main
 from dschat_lora.addons.pipeline import run as course
 from dschat_lora.addons.pipeline.recipe import check_stages, read_recipe
+from dschat_lora.addons.report.run_data import RunData
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.commands.launch import Relay
 from dschat_lora.commands.stages import options_of_file
 from dschat_lora.config.options import build_config, command_line, parse_config
 from dschat_lora.config.stages import RewardStageConfig, SupervisedConfig
-from dschat_lora.report.run_data import RunData
 from helpers.step1 import ROOT, write_adapter_config
 
 ALL = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}}"

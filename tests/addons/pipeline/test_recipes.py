@@ -1,13 +1,17 @@
 """The pipelines under configs/recipes can be run as they stand."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from dschat_lora import __main__ as command
 from dschat_lora.addons.pipeline.recipe import check_stages, read_recipe
 from dschat_lora.commands.stages import STAGES
+from dschat_lora.config.addons import verbs
+from dschat_lora.config.bundled import recipes
 from dschat_lora.config.options import build_config, command_line, parse_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,3 +49,21 @@ def test_recipes_and_documents_name_recipes_that_exist():
                 assert (ROOT / file).is_file(), f"{path} names {file}"
                 found.add(ROOT / file)
     assert found == set(RECIPES)
+
+
+def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(monkeypatch, capsys):
+    def run(*argv):
+        monkeypatch.setattr("sys.argv", ["dschat-lora", "recipes", *argv])
+        command.main()
+        return capsys.readouterr().out
+
+    out = run()
+    for each in recipes():
+        assert re.search(rf"^{re.escape(each.name)} +\w.*$", out, re.MULTILINE)
+    listed = json.loads(run("--json"))
+    files = [*(ROOT / "configs" / "recipes").rglob("*.yaml")]
+    assert {Path(each["path"]).resolve() for each in listed} == {file.resolve() for file in files}
+    for each in listed:
+        assert 10 < len(each["summary"]) < 140
+        program, name, *_ = shlex.split(each["command"])
+        assert (program, name in {*command.VERBS, *verbs()}) == ("dschat-lora", True)

@@ -11,6 +11,7 @@ from dschat_lora.rl.score.scores import load_scorer
 from helpers.roles import Words
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "response", "row", "expected"),
     [

@@ -4,8 +4,6 @@ import json
 import socket
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import psutil
 import pytest
@@ -37,40 +35,20 @@ def scored(name, responses):
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
+def endpoint(server, monkeypatch):
     """``endpoint(reply)``: the address of one whose model replies so, and what it is asked."""
-    asked, running = [], []
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
     def of(reply, code=200):
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.answer({"data": [{"id": "grader"}]}, 200)
+        def answer(body):
+            if body is None:
+                return {"data": [{"id": "grader"}]}
+            said = reply(body["messages"][0]["content"])
+            return {"choices": [{"message": {"content": said}}]}
 
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                asked.append((self.path, self.headers["Authorization"], body))
-                said = reply(body["messages"][0]["content"])
-                self.answer({"choices": [{"message": {"content": said}}]}, code)
+        return server(answer, "/v1", code)
 
-            def answer(self, found, code):
-                text = json.dumps(found).encode()
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *words):
-                pass
-
-        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        Thread(target=running[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{running[-1].server_port}/v1", asked
-
-    yield of
-    for each in running:
-        each.shutdown()
-        each.server_close()
+    return of
 
 
 def test_a_judge_scores_by_the_last_number_and_is_asked_once_for_one_question(endpoint):

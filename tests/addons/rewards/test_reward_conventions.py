@@ -1,8 +1,6 @@
 """Reward functions written for verl and OpenRLHF, and servers that score, by their signatures."""
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 import torch
@@ -101,61 +99,26 @@ def test_a_dict_without_scores_is_refused_by_name():
     assert "returned {'reward': 1.0} for the prompt" in str(caught.value.__cause__)
 
 
-@pytest.fixture
-def server():
-    """``server(answer)``: the address of one that answers so, and what it is asked."""
-    asked, running = [], []
-
-    def of(answer):
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                asked.append((self.headers["Content-Type"], json.loads(body)))
-                text = answer(asked[-1][1]).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *words):
-                pass
-
-        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        Thread(target=running[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{running[-1].server_port}/get_reward", asked
-
-    yield of
-    for each in running:
-        each.shutdown()
-        each.server_close()
-
-
 def test_a_server_is_asked_once_for_all_responses(server):
     def answer(data):
-        return json.dumps(
-            {"rewards": [float(len(q)) for q in data["query"]], "extra_logs": {"n": 2}}
-        )
+        return {"rewards": [float(len(q)) for q in data["query"]], "extra_logs": {"n": 2}}
 
-    url, asked = server(answer)
+    url, asked = server(answer, "/get_reward")
     found = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)(
         RESPONSES, TrainerState()
     )
     assert found.by_name["get_reward"].tolist() == [8.0, 4.0]
     body = {"query": ["5 67 8 2", "34 5"], "prompts": ["5 6", "3"], "labels": ["4", "6"]}
-    assert asked == [("application/json", body)]
+    assert [(path, sent) for path, _, sent in asked] == [("/get_reward", body)]
     assert (found.metrics, found.columns) == ({"n": 2.0}, {})
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [
-        ("[1, 2]", "returned a list, and no JSON object"),
-        ("<html>", "gave no scores"),
-        ("{}", "dict"),
-    ],
+    [([1, 2], "returned a list, and no JSON object"), (b"<html>", "gave no scores"), ({}, "dict")],
 )
 def test_a_server_that_gives_no_scores_is_named(server, answer, words):
-    url, _ = server(lambda data: answer)
+    url, _ = server(lambda data: answer, "/get_reward")
     functions = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)
     with pytest.raises(RewardError) as caught:
         functions(RESPONSES, TrainerState())

@@ -14,6 +14,7 @@ from dschat_lora.data.sources import StreamError
 from dschat_lora.rl.loop.train import run_rlhf
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
+from helpers.addons import of_the_whole
 from helpers.ranks import RanksFailedError
 from helpers.rlhf_course import save_family, train_rlhf, write_texts
 from helpers.spread import ALL
@@ -156,6 +157,7 @@ def beside(run, home):
     return call
 
 
+@of_the_whole
 def test_answers_and_text_are_those_of_prepared_data_where_a_block_holds_all(beside):
     prepared, expected = beside()
     streamed, lines = beside("--streaming")
@@ -164,6 +166,7 @@ def test_answers_and_text_are_those_of_prepared_data_where_a_block_holds_all(bes
     assert len({line["text_loss"] for line in lines}) == len(lines) > 5
 
 
+@of_the_whole
 def test_answers_and_text_go_on_where_they_were(beside):
     small = ["--streaming", "--shuffle_buffer_size", 5, "--save_interval", 1]
     whole, expected = beside(*small, "--save_total_limit", 0, shares=(":1", ":3"))
@@ -183,6 +186,7 @@ def test_answers_and_text_go_on_where_they_were(beside):
         assert weights(resumed) == weights(whole)
 
 
+@of_the_whole
 @pytest.mark.thorough
 def test_text_that_is_lost_ends_a_run_between_two_iterations(beside):
     small = ["--streaming", "--shuffle_buffer_size", 5]
@@ -209,6 +213,7 @@ def lost(argv):
     return {"lines": json.dumps(metrics(argv[argv.index("--output_dir") + 1]))}
 
 
+@of_the_whole
 @pytest.mark.thorough
 def test_answers_are_read_as_often_as_prompts_need_them(beside):
     _, lines = beside("--streaming", "--max_repeats", 1, "--on_policy_share", 0)

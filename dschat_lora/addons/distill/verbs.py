@@ -1,0 +1,7 @@
+"""The verb ``distill``."""
+
+from functools import partial
+
+from dschat_lora.commands.train import stage
+
+distill = partial(stage, "distill")

@@ -1,0 +1,120 @@
+"""Tools of MCP servers."""
+
+import asyncio
+import atexit
+import shlex
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+from dschat_lora.rl.options.names import is_remote
+from dschat_lora.rl.response.coroutines import run_together
+from dschat_lora.runtime.checks import require_packages
+
+
+def environment(name: str) -> Callable[[], Any]:
+    """What makes environments of ``mcp:COMMAND`` or ``mcp:URL``."""
+    require_packages(f"--environment {name}", "mcp>=2", extra="mcp")
+    return partial(McpServer, name.partition(":")[2])
+
+
+class McpServer:
+    """The tools of an MCP server: a command that talks over its standard streams, or an address.
+
+    One session of the process serves all its episodes, so tools should keep nothing of an episode.
+    """
+
+    _sessions: ClassVar[dict[str, tuple[Any, list[dict[str, Any]]]]] = {}
+
+    def __init__(self, server: str) -> None:
+        """Start or join the server, and list its tools.
+
+        Raises:
+            ValueError: if that fails.
+        """
+        self._where = f"mcp:{server}"
+        if server not in self._sessions:
+            try:
+                (self._sessions[server],) = run_together([_open_mcp(server)])
+            except Exception as error:
+                raise ValueError(f"--environment {self._where} is no server: {error}") from error
+        self._client, self.tool_schemas = self._sessions[server]
+
+    def reset(self) -> None:
+        """Nothing: the prompt is that of the data."""
+
+    async def call(self, name: str, values: dict[str, Any]) -> str:
+        """What a tool returns, or what the server finds wrong with the call, as text.
+
+        Raises:
+            RuntimeError: if the server has ended.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        try:
+            result = await self._client.call_tool(name, values)
+        except MCPError as error:
+            if error.error.code == CONNECTION_CLOSED:
+                raise RuntimeError(f"the server of --environment {self._where} ended") from error
+            return str({"error": error.error.message})
+        text = "\n".join(each.text for each in result.content if each.type == "text")
+        return str({"error": text}) if result.is_error else text
+
+
+async def _open_mcp(server: str) -> tuple[Any, list[dict[str, Any]]]:
+    """A client of a server until the process ends, and its tools for a chat template."""
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    target: Any = server
+    if not is_remote(server):
+        command, *arguments = shlex.split(server)
+        target = stdio_client(StdioServerParameters(command=command, args=arguments))
+    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    ended = asyncio.Event()
+
+    async def hold() -> None:
+        # A session must be closed by the task that opened it.
+        try:
+            async with Client(target) as client:
+                ready.set_result((client, await _tools_of(client)))
+                await ended.wait()
+        except Exception as error:  # noqa: BLE001 - calls of a lost session raise by themselves
+            if not ready.done():
+                ready.set_exception(_first_error(error))
+
+    async def close() -> None:
+        ended.set()
+        await asyncio.wait([session])
+
+    session = asyncio.create_task(hold())
+    found = await ready
+    atexit.register(lambda: run_together([close()]))
+    return found
+
+
+def _first_error(error: BaseException) -> BaseException:
+    """The error itself, or the first of a group of them."""
+    while hasattr(error, "exceptions"):
+        error = error.exceptions[0]
+    return error
+
+
+async def _tools_of(client: Any) -> list[dict[str, Any]]:
+    found, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found += [mcp_tool_schema(tool) for tool in page.tools]
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+
+
+def mcp_tool_schema(tool: Any, prefix: str = "") -> dict[str, Any]:
+    """A tool that an MCP server lists, for a chat template, its name behind ``prefix``."""
+    function = {
+        "name": f"{prefix}{tool.name}",
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}

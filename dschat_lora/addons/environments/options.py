@@ -1,0 +1,160 @@
+"""Options of environments: checks without torch, rows of episodes, and a player."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+from dschat_lora.addons.environments.addon import LIBRARIES
+from dschat_lora.config.addons import begins_values
+from dschat_lora.config.groups import require, require_numbers
+from dschat_lora.config.held import is_in_module
+from dschat_lora.config.options import option
+from dschat_lora.rl.options.names import addon_name, load_object, object_path, of_addons
+from dschat_lora.runtime.checks import cache_directory, check_function
+
+if TYPE_CHECKING:
+    from dschat_lora.models.loading import Tokenizer
+    from dschat_lora.rl.draw.player import Player
+    from dschat_lora.rl.options.config import RlhfConfig
+    from dschat_lora.rl.response.response import Response
+
+of_rollouts = partial(option, section="rollouts")
+
+
+@dataclass(frozen=True)
+class EnvironmentOptions:
+    """What answers the actor in step 3, turn after turn."""
+
+    also_when: ClassVar[Mapping[str, str]] = {
+        "reward_retries": "environment",
+        "reward_timeout": "environment",
+    }
+
+    num_prompts: int = option(
+        0,
+        help="episodes whose prompts an --environment of a class makes itself, in the place of "
+        "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
+        section="data",
+    )
+    environment: str | None = of_rollouts(
+        None,
+        help="what answers the actor's turns: module:function or module:Class, or one of a "
+        "library, such as gymnasium:ENV_ID\nthe function answers with messages of a user or tool, "
+        "or ends the episode; objects of the class have reset, and step or tools, and rewards; or "
+        "module:Player with play(tasks, draw, *, key), which makes the responses; or "
+        "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
+        "mcp:URL, whose tools are offered",
+        runs="object",
+    )
+    max_turns: int = of_rollouts(
+        8,
+        help="most turns of the actor in an episode with --environment, of one response's length",
+        when="environment",
+    )
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 1", "max_turns")
+        require_numbers(self, ">= 0", "num_prompts")
+        if (name := self.environment) is None:
+            return
+        library, _, rest = name.partition(":")
+        known = bool(addon_name("environment", name))
+        usable = (known or is_in_module(name)) if library not in LIBRARIES else bool(rest)
+        allowed = [each for each in of_addons("environment") if not begins_values(each)]
+        allowed += ["module:function such as my_rewards:is_right"]
+        libraries = f", or LIBRARY:NAME of {', '.join(LIBRARIES)}"
+        require(usable, "environment", name, ", ".join(allowed) + libraries)
+
+    @property
+    def plays(self) -> list[str]:
+        """The option by which something answers the actor; empty without it."""
+        return [] if self.environment is None else ["environment"]
+
+    def described(self) -> str:
+        """The environment, as a run says what its rewards come from."""
+        return f"the environment {self.environment}"
+
+    def with_data(self, config: "RlhfConfig") -> "RlhfConfig":
+        """With rows of ``--num_prompts`` episodes, which an environment's ``reset`` completes.
+
+        Raises:
+            ValueError: if there is data too, or no environment.
+        """
+        if not (count := self.num_prompts):
+            return config
+        if config.data.data_path:
+            raise ValueError(f"--num_prompts {count} stands in the place of --data_path; drop one")
+        if not config.players:
+            raise ValueError(
+                f"--num_prompts {count} needs --environment, a class whose reset makes the "
+                "prompts, or --agent"
+            )
+        path = cache_directory(config.data.data) / f"episodes-{count}.jsonl"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = (json.dumps({"prompt": episode_prompt(n), "episode": n}) for n in range(count))
+            staged = path.with_name(f"{path.name}.{os.getpid()}")
+            staged.unlink(missing_ok=True)  # it may be a link
+            with staged.open("x", encoding="utf-8") as file:
+                file.writelines(f"{row}\n" for row in rows)
+            staged.replace(path)
+        return replace(config, data=replace(config.data, data_path=(str(path),)))
+
+    def described_data(self) -> str:
+        """The rows that :meth:`with_data` made; empty for none."""
+        return f"{self.num_prompts:,} episodes without data" if self.num_prompts else ""
+
+    def check_player(self, config: "RlhfConfig") -> None:
+        """Refuse an environment whose library or module is not there.
+
+        Raises:
+            ValueError: naming it.
+        """
+        name = str(self.environment)
+        if begins_values(addon_name("environment", name)):
+            load_object("environment", name)
+            return
+        try:
+            check_function("environment", object_path("environment", name))
+        except ValueError as error:
+            raise ValueError(f"{error}; by name there are {', '.join(LIBRARIES)}") from error
+
+    def player(self, config: "RlhfConfig", tokenizer: "Tokenizer", closing: ExitStack) -> "Player":
+        """What plays the episodes.
+
+        Raises:
+            ValueError: if the option names nothing that can be used, or nothing gives a reward.
+        """
+        from dschat_lora.addons.environments.players import load_player
+
+        return load_player(self, config, tokenizer)
+
+    def response_metrics(
+        self, responses: "Sequence[Response]", counted: "Sequence[Response]"
+    ) -> dict[str, float]:
+        """Mean number of the actor's turns and of tokens that it read between them, if any."""
+        if not any(each.actor_mask or each.episode.num_calls for each in counted):
+            return {}
+        turns = sum(_num_turns(each) for each in counted)
+        read = sum(each.num_read_tokens for each in counted)
+        return {"turns": turns / len(counted), "environment_tokens": read / len(counted)}
+
+
+def episode_prompt(number: int) -> list[dict[str, str]]:
+    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
+    return [{"role": "user", "content": f"Episode {number}"}]
+
+
+def _num_turns(response: "Response") -> int:
+    episode, mask = response.episode, response.actor_mask
+    if episode.num_calls:
+        return episode.num_calls
+    if mask and response.origin.is_drawn and not episode.earlier:  # of a player without messages
+        return sum(own and not before for before, own in pairwise((False, *mask)))
+    earlier = json.loads(episode.earlier or b"[]")
+    return 1 + sum(message["role"] == "assistant" for message in earlier)

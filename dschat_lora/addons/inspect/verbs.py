@@ -1,0 +1,32 @@
+"""The command lines of ``dschat-lora inspect`` and ``dschat-lora accept``."""
+
+from dschat_lora.addons.inspect.describe import InspectConfig, inspect_directory
+from dschat_lora.checkpoint.adapter_config import accept_adapter
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.parser import Parser
+from dschat_lora.report.terminal import log_once
+
+
+def inspect(argv: list[str]) -> None:
+    """Run ``dschat-lora inspect``."""
+    config = parse_config(
+        InspectConfig,
+        argv,
+        description=InspectConfig.__doc__,
+        program="dschat-lora inspect DIRECTORY",
+        examples="""examples:
+  dschat-lora inspect output/sft
+  dschat-lora inspect output/sft/adapter --json""",
+        positionals=("path",),
+    )
+    if not inspect_directory(config):
+        raise SystemExit(1)
+
+
+def accept(argv: list[str]) -> None:
+    """Run ``dschat-lora accept``."""
+    parser = Parser("dschat-lora accept", "Vouch for an adapter that was changed on purpose.")
+    parser.add_argument("adapter", help="its directory, whose manifest is written anew")
+    directory = parser.values(argv, [])["adapter"]
+    accept_adapter(directory)
+    log_once(f"{directory}: its files are the ones its manifest says")

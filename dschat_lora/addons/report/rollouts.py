@@ -1,0 +1,201 @@
+"""The best, worst and most changed responses of step 3, read from ``rollouts.jsonl.gz``."""
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat_lora.config.files import parse_json, read_bytes
+from dschat_lora.report.rollout_file import FILE, members
+from dschat_lora.report.terminal import log_once
+
+Rollout = Mapping[str, Any]
+MOST_UNPACKED = 2**30  # bytes of all responses, which are in memory at once
+
+
+def read_rollouts(directory: Path) -> list[dict[str, Any]]:
+    """Responses that a run kept, in the order of iterations; what is cut off is left out.
+
+    Raises:
+        ValueError: if there is no such file, or it is none of a run.
+    """
+    path = directory / FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: give the output directory of a run of step 3 that wrote its "
+            "responses (--log_rollouts)"
+        )
+    rows: list[dict[str, Any]] = []
+    try:
+        for text, _ in members(read_bytes(path, most=MOST_UNPACKED), most=MOST_UNPACKED):
+            for line in text.splitlines():
+                rows.append(parse_json(line))
+                if not _is_rollout(rows[-1]):
+                    raise ValueError(f"line {len(rows)} is none")
+    except ValueError as error:
+        raise ValueError(f"{path} holds no responses of a run: {error}") from error
+    return rows
+
+
+def _is_rollout(row: object) -> bool:
+    """Whether a row has what every response has; a number may be null, or "nan" and the like."""
+    if not isinstance(row, dict):
+        return False
+    has_rewards = isinstance(row.get("rewards"), dict) and type(row.get("iteration")) is int
+    sequences, media = row.get("earlier_sequences", []), row.get("media", [])
+    for found in (sequences, media):
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            return False
+    texts = [each.get(name) for each in (row, *sequences) for name in ("prompt", "response")]
+    texts.append(row.get("failure", ""))
+    texts += [each.get(name, "") for each in media for name in ("digest", "path")]
+    numbers = [row.get(name) for name in ("reward", "advantage", "kl", "length")]
+    if not has_rewards or not all(isinstance(text, str) for text in texts):
+        return False
+    try:
+        [float(n) for n in (*numbers, *row["rewards"].values()) if n is not None]
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class RolloutQuery:
+    """What to look at; several selections are shown one after another."""
+
+    best: int = 0
+    worst: int = 0
+    changed: int = 0  # prompts
+    failed: int = 0
+    contains: str | None = None  # text of prompt or response
+    prompt: str | None = None  # text of the prompt
+    limit: int = 20  # responses of the last two
+
+
+def show_rollouts(directory: Path, *, json: bool, **selection: Any) -> None:
+    """Print what a run's ``selection``, fields of :class:`RolloutQuery`, finds.
+
+    Raises:
+        ValueError: if the run kept no responses.
+    """
+    rows = read_rollouts(directory)
+    selected = select_rollouts(rows, RolloutQuery(**selection))
+    if json:
+        log_once(json_text.dumps({**_summary(rows), **selected}, ensure_ascii=False))
+        return
+    lines = [summary_text(rows)]
+    for name, chosen in selected.items():
+        lines.append(f"{name}:")
+        for row in chosen:
+            lines.append(f"  {rollout_text(row)}")
+            media = [each.get("path") or each.get("digest", "") for each in row.get("media", ())]
+            lines += [f"    with {', '.join(media)}"] * bool(media)
+            for each in (*row.get("earlier_sequences", ()), row):
+                lines += [f"    {each['prompt']!r}", f"    -> {each['response']!r}"]
+        if not chosen:
+            lines.append("  none")
+    log_once("\n".join(lines))
+
+
+def select_rollouts(rows: Sequence[Rollout], query: RolloutQuery) -> dict[str, list[Rollout]]:
+    """Responses by the name of the selection.
+
+    ``contains`` filters whatever else is selected; alone it is a selection of its own. ``changed``
+    has, of each prompt, the best response of the first and of the last iteration it came in.
+    """
+    text = query.contains
+    if text is not None:
+        rows = [row for row in rows if text in row["prompt"] or text in row["response"]]
+    scored = sorted((row for row in rows if row["reward"] is not None), key=_reward)
+    found: dict[str, list[Rollout]] = {}
+    if query.best:
+        found["best"] = scored[::-1][: query.best]
+    if query.worst:
+        found["worst"] = scored[: query.worst]
+    if query.changed:
+        found["changed"] = _most_changed(scored, query.changed)
+    if query.failed:
+        found["failed"] = [row for row in rows if row.get("failure")][-query.failed :]
+    if query.prompt is not None:
+        own = [row for row in rows if query.prompt in row["prompt"]]
+        own.sort(key=lambda row: row["iteration"])
+        if len(own) > query.limit:  # at even distances, the first and the last among them
+            last = len(own) - 1
+            own = [own[n * last // max(1, query.limit - 1)] for n in range(query.limit)]
+        found["prompt"] = own
+    if text is not None and not found:
+        found["contains"] = list(rows[: query.limit])
+    return found
+
+
+def _most_changed(rows: Sequence[Rollout], count: int) -> list[Rollout]:
+    """First and last best responses to the prompts whose mean reward changed most."""
+    by_prompt: dict[str, list[Rollout]] = {}
+    for row in rows:
+        by_prompt.setdefault(_prompt(row), []).append(row)
+    pairs = []
+    for own in by_prompt.values():
+        iterations = _by_iteration(own)
+        first, last = iterations[min(iterations)], iterations[max(iterations)]
+        if first is not last:
+            pairs.append((abs(_mean(last) - _mean(first)), first[-1], last[-1]))
+    pairs.sort(key=lambda pair: -pair[0])
+    return [row for _, *both in pairs[:count] for row in both]
+
+
+def _prompt(row: Rollout) -> str:
+    """A prompt with all that is beside its text."""
+    return "\n".join([row["prompt"], *map(str, row.get("media", ()))])
+
+
+def _by_iteration(rows: Sequence[Rollout]) -> dict[int, list[Rollout]]:
+    found: dict[int, list[Rollout]] = {}
+    for row in rows:
+        found.setdefault(row["iteration"], []).append(row)
+    return found
+
+
+def _reward(row: Rollout) -> float:
+    return float(row["reward"])
+
+
+def _mean(rows: Sequence[Rollout]) -> float:
+    return sum(map(_reward, rows)) / len(rows)
+
+
+def _summary(rows: Sequence[Rollout]) -> dict[str, Any]:
+    """Counts of all responses, and the mean reward of the first and the last iteration."""
+    scored = _by_iteration([row for row in rows if row["reward"] is not None])
+    return {
+        "responses": len(rows),
+        "prompts": len(set(map(_prompt, rows))),
+        "iterations": len({row["iteration"] for row in rows}),
+        "first_reward": _mean(scored[min(scored)]) if scored else None,
+        "last_reward": _mean(scored[max(scored)]) if scored else None,
+    }
+
+
+def summary_text(rows: Sequence[Rollout]) -> str:
+    """Number of responses, prompts and iterations, and how the reward changed, in a sentence."""
+    summary = _summary(rows)
+    return (
+        f"{summary['responses']:,} responses to {summary['prompts']:,} prompts in "
+        f"{summary['iterations']:,} iterations; mean reward {_number(summary['first_reward'])} in "
+        f"the first, {_number(summary['last_reward'])} in the last"
+    )
+
+
+def rollout_text(row: Rollout) -> str:
+    """What is known of a response, in a line."""
+    parts = [f"{name} {_number(value)}" for name, value in row["rewards"].items()]
+    more = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+    ended = "" if row.get("ended") else f", {row.get('failure') or 'cut off'}"
+    return (
+        f"iteration {row['iteration']}  reward {_number(row['reward'])}{more}  advantage "
+        f"{_number(row['advantage'])}  kl {_number(row['kl'])}  {row['length']} tokens{ended}"
+    )
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{float(value):.3g}"

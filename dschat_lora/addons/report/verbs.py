@@ -1,0 +1,69 @@
+"""The command lines of ``dschat-lora report`` and ``dschat-lora rollouts``."""
+
+from pathlib import Path
+
+from dschat_lora.addons.report.html import FILE, render_report
+from dschat_lora.addons.report.rollouts import show_rollouts
+from dschat_lora.addons.report.run_data import read_runs
+from dschat_lora.config.parser import Parser
+from dschat_lora.config.staging import write_whole
+from dschat_lora.report.terminal import log_once
+from dschat_lora.runtime.directory import check_file_can_be_made
+
+
+def report(argv: list[str]) -> None:
+    """Run ``dschat-lora report``."""
+    parser = Parser(
+        "dschat-lora report",
+        "Write one page about runs: verdict, curves, samples, cost, settings. Runs of one stage "
+        "share their charts.",
+        "examples:\n  dschat-lora report output/sft output/reward output/rlhf",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="output directory of a run")
+    parser.add_argument(
+        "--output_path", metavar="FILE", help="default: report.html in the first directory"
+    )
+    chosen = parser.values(argv, ["output_path"])
+    homes = [Path(run).expanduser() for run in chosen["runs"]]
+    for home in homes:
+        if not (home / "run.json").is_file():
+            raise ValueError(f"{home} holds no run.json: it is not the output directory of a run")
+    path = Path(chosen["output_path"] or homes[0] / FILE).expanduser()
+    check_file_can_be_made(str(path), "output_path")
+    title = ", ".join(home.resolve().name for home in homes)
+    write_whole(path, render_report(title, read_runs(homes), {}))
+    log_once(f"report: {path}")
+
+
+def rollouts(argv: list[str]) -> None:
+    """Run ``dschat-lora rollouts``."""
+    parser = Parser(
+        "dschat-lora rollouts",
+        "Look through the responses that a run of step 3 kept: by default the best and the worst.",
+        "examples:\n  dschat-lora rollouts output/rlhf --changed 3",
+    )
+    parser.add_argument("run", metavar="OUT", help="output directory of the run")
+    numbers = {
+        "best": "show N responses of the highest reward",
+        "worst": "show N responses of the lowest reward",
+        "changed": "show N prompts whose mean reward changed most, by the best response before "
+        "and after",
+        "failed": "show the last N episodes of an agent that failed, and why",
+    }
+    for name, text in numbers.items():
+        parser.add_argument(f"--{name}", metavar="N", type=int, default=0, help=text)
+    parser.add_argument("--contains", metavar="TEXT", help="only where prompt or response has TEXT")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="responses to prompts with TEXT, over time"
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=int, default=20, help="most of these two (default: 20)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    chosen = parser.values(argv, [*numbers, "contains", "prompt", "limit", "json"])
+    for name in (*numbers, "limit"):
+        if chosen[name] < 0:
+            raise ValueError(f"--{name} must be >= 0, got {chosen[name]}")
+    if not any(chosen[name] for name in (*numbers, "contains", "prompt")):
+        chosen |= {"best": 3, "worst": 3}
+    show_rollouts(Path(chosen.pop("run")), **chosen)

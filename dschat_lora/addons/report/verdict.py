@@ -1,0 +1,192 @@
+"""Verdict on a run in sentences: what was trained, whether it learned, its cost, what looks wrong.
+
+A change counts where it exceeds twice its standard error: that of a paired test where evaluations
+say it, else as of other samples, an upper bound; where none is known, half a percent of the value.
+"""
+
+import math
+from dataclasses import dataclass
+
+from dschat_lora.addons.report.curves import standard_error
+from dschat_lora.addons.report.markup import amount, number, value_text
+from dschat_lora.addons.report.run_data import RunData
+from dschat_lora.config.addons import installed
+from dschat_lora.report.texts import duration, operations, short
+
+TITLES = {
+    "sft": "Supervised fine-tuning",
+    "reward": "Reward model",
+    "dpo": "Preference optimization",
+    "rlhf": "Reinforcement learning",
+}
+# Field of evaluations, what a person calls it, the direction that is better, and whether a share.
+_RESULTS = (
+    ("perplexity", "Held-out perplexity", -1, False),
+    ("accuracy", "The share of held-out pairs ranked rightly", 1, True),
+    ("reward", "Held-out reward of sampled responses", 1, False),
+    ("greedy_reward", "Held-out reward of greedy responses", 1, False),
+    ("judge", "The judge's score of sampled responses", 1, False),
+    ("greedy_judge", "The judge's score of greedy responses", 1, False),
+)
+CLEAR_ERRORS, CLEAR_SHARE = 2.0, 0.005
+MOST_REMARKS = 50
+WORDS = {
+    "learned": "Learned",
+    "unclear": "No clear change",
+    "worse": "Got worse",
+    "mixed": "Mixed",
+    "running": "Running",
+    "failed": "Did not finish",
+    "unknown": "Not evaluated",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A held-out quantity before and after."""
+
+    words: str
+    outcome: str  # learned, unclear or worse
+
+
+def title_of(stage: str) -> str:
+    """What a person calls a stage."""
+    titles = [addon.titles for addon in installed().values() if stage in addon.titles]
+    return titles[0][stage] if titles else TITLES.get(stage, stage)
+
+
+def outcome_of(run: RunData) -> str:
+    """The run in one of :data:`WORDS`."""
+    if run.status == "running":
+        return "running"
+    if run.status.startswith(("failed", "interrupted")):
+        return "failed"
+    outcomes = {change.outcome for change in changes_of(run)}
+    if {"learned", "worse"} <= outcomes:
+        return "mixed"
+    return next((each for each in ("worse", "learned", "unclear") if each in outcomes), "unknown")
+
+
+def what_was_trained(run: RunData) -> str:
+    """Model, method, data and steps in a sentence or two."""
+    config, audit = run.config, run.audit
+    base = next((v for k, v in config.items() if k.endswith("model_name_or_path")), None)
+    rank = number(next((v for k, v in config.items() if k.endswith("lora_dim")), None))
+    how = f"LoRA of rank {rank:.0f}" if rank > 0 else "All weights" if rank == 0 else "Weights"
+    trained, total = (number(run.part("parameters").get(k)) for k in ("trainable", "total"))
+    share = f" ({trained:,.0f} of {total:,.0f} parameters)" if total > 0 and trained >= 0 else ""
+    name = config.get("algorithm")
+    algorithm = f", by {name if ':' in name else name.upper()}" if isinstance(name, str) else ""
+    words = f"{how} on {value_text(base or 'the bundled tiny model')}{share}{algorithm}"
+    if samples := amount(audit.get("train_samples")):
+        words += f"; {samples:,.0f} {audit.get('kind', 'samples')} to train on"
+    epochs = run.greatest("epoch")
+    passes = f", {short(epochs)} epochs" if epochs else ""
+    return f"{words}; {run.steps:,.0f} optimizer steps{passes}."
+
+
+def changes_of(run: RunData) -> list[Change]:
+    """What the first and the last evaluation say of each result."""
+    found = []
+    for name, words, better, share in _RESULTS:
+        lines = [line for line in run.evals if not math.isnan(number(line.get(name)))]
+        if len(lines) < 2:
+            continue
+        before, after = number(lines[0].get(name)), number(lines[-1].get(name))
+        errors = [standard_error(line, name) for line in (lines[0], lines[-1])]
+        paired = number(lines[-1].get(f"{name}_change_standard_error"))
+        error = math.hypot(*errors) if math.isnan(paired) else paired
+        limit = CLEAR_SHARE * abs(before) if math.isnan(error) else CLEAR_ERRORS * error
+        gain = after - before
+        clear = abs(gain) > limit
+        outcome = "unclear" if not clear else "learned" if gain * better > 0 else "worse"
+        verb = ("rose" if gain > 0 else "fell") if clear else "hardly changed:"
+        scale, unit = (100.0, " %") if share else (1.0, "")
+        first, last = (
+            _with_error(scale * value, scale * each) + unit
+            for value, each in zip((before, after), errors, strict=True)
+        )
+        how = "" if math.isnan(error) or not error else f", {abs(gain) / error:.1f} standard errors"
+        found.append(Change(f"{words} {verb} from {first} to {last}{how}.", outcome))
+    return found
+
+
+def _with_error(value: float, error: float) -> str:
+    """A value and its standard error, to two digits of that."""
+    if math.isnan(error) or error <= 0:
+        return short(value)
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:,.{decimals}f} \u00b1 {error:.{decimals}f}"
+
+
+def cost(run: RunData) -> str:
+    """Time, operations, throughput and memory in a sentence."""
+    flops = sum(each for _, each in run.phases.values())
+    parts = [f"It took {duration(run.seconds)}"]
+    parts += [f"{operations(flops)} of model arithmetic"] if flops else []
+    if rate := amount(run.part("throughput").get("tokens_per_second")):
+        parts.append(f"{rate:,.0f} tokens a second")
+    if peak := run.peak_memory:
+        parts.append(f"at most {peak / 2**30:.2f} GiB a device")
+    return ", ".join(parts) + "."
+
+
+def doubts(run: RunData) -> list[tuple[str, str]]:
+    """What looks wrong and what to do, with where it was seen; of each text once."""
+    found: dict[str, list[str]] = {note: [] for note in run.notes}
+    if run.status not in ("finished", "running", "unknown"):
+        found[f"The run ended so: {run.status}"] = []
+    for line in run.events:
+        text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
+        text = text.removeprefix("warning: ")
+        found.setdefault(text, []).append(value_text(line.get("step", "?")))
+    found |= {text: [] for text in (*_of_training(run), *_of_data(run))}
+    rows = []
+    for text, steps in found.items():
+        more = f", ... ({len(steps):,} times)" if len(steps) > 5 else ""
+        where = f"step {', '.join(steps[:5])}{more}" if steps else ""
+        rows.append((text[:1].upper() + text[1:], where))
+    left = len(rows) - MOST_REMARKS
+    return rows[:MOST_REMARKS] + ([(f"and {left:,} more in metrics.jsonl", "")] if left > 0 else [])
+
+
+def _of_training(run: RunData) -> list[str]:
+    """Signs in the curves that nothing warned of while they were drawn."""
+    found = []
+    losses = [(number(e.get("loss")), number(e.get("step"))) for e in run.evals]
+    losses = [each for each in losses if not math.isnan(each[0] + each[1])]
+    if len(losses) > 2 and losses[-1][0] > (low := min(losses))[0] * 1.02 and low[0] > 0:
+        found.append(
+            f"held-out loss was lowest, {short(low[0])}, at step {short(low[1])} and is "
+            f"{short(losses[-1][0])} at the end: later steps memorize the training data; train "
+            "fewer steps, or at a lower learning rate"
+        )
+    if skipped := sum(line.get("skipped") is True for line in run.train):
+        found.append(
+            f"{skipped:,} steps changed no weight because the gradient was not finite: lower the "
+            "learning rate, or use --dtype bf16"
+        )
+    cut = [number(line.get("truncated_fraction")) for line in run.train[-5:]]
+    if cut and (share := sum(cut) / len(cut)) > 0.3:
+        found.append(
+            f"{share:.0%} of the last responses are cut off: raise --max_answer_seq_len, or "
+            "--missing_eos_penalty if answers should be short"
+        )
+    return found
+
+
+def _of_data(run: RunData) -> list[str]:
+    audit = run.audit
+    rows, found = amount(audit.get("train_rows")), []
+    names = ("dropped_rows", "partly_dropped_rows", "truncated_rows")
+    cut = sum(amount(audit.get(name)) for name in names)
+    if rows and cut > 0.1 * rows:
+        found.append(
+            f"{cut:,.0f} of {rows:,.0f} training rows were dropped or cut at "
+            f"{short(number(audit.get('max_seq_len')))} tokens: raise the limit, or shorten them"
+        )
+    if bad := amount(audit.get("bad_rows")):
+        found.append(f"{bad:,.0f} rows could not be used: see Data")
+    if rows and not amount(audit.get("eval_samples")):
+        found.append("no row is held out, so nothing tells learning from memorizing")
+    return found

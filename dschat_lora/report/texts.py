@@ -1,0 +1,50 @@
+"""Numbers and tokens as a person reads them."""
+
+import math
+from collections.abc import Sequence
+
+_BOLD_GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
+
+
+def short(value: float) -> str:
+    """A number with about four digits."""
+    if math.isnan(value):
+        return "-"
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-4:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours with their unit."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def operations(flops: float) -> str:
+    """Floating-point operations with their unit."""
+    if flops <= 0:
+        return "-"
+    for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if flops >= size:
+            return f"{flops / size:,.3g} {name}"
+    return f"{flops / 1e6:.3g} MFLOP"
+
+
+def visible(token: str) -> str:
+    """A token with its line ends and other control characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+
+
+def sample_text(tokens: Sequence[str], supervised: Sequence[int], *, colour: bool) -> str:
+    """Tokens with a bar between them; supervised ones in green, or else in square brackets."""
+    parts = []
+    for token, counts in zip(map(visible, tokens), supervised, strict=True):
+        if not counts:
+            parts.append(f"{token}|")
+        else:
+            parts.append(f"{_BOLD_GREEN}{token}{_PLAIN}|" if colour else f"[{token}]")
+    return "".join(parts)

@@ -1,0 +1,80 @@
+"""The reference of the policy: the actor as it was, or what an add-on gives in its place."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor, nn
+
+from dschat_lora.config.data import DataConfig
+from dschat_lora.data.prepare import Prepared
+from dschat_lora.data.samples import PromptSample
+from dschat_lora.rl.draw.source import Pool
+from dschat_lora.rl.response.batch import ResponseBatch
+from dschat_lora.rl.response.response import Response
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.learn.engines import Network
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers of data that stand in the place of responses."""
+
+    data: DataConfig
+    prepared: Prepared
+    share: float  # of the responses that they stand for, in (0, 1]
+
+
+class LossHead(Protocol):
+    """A module that gives the losses of tokens by the states of actor and reference."""
+
+    def outputs(
+        self, network: "Network", own: ResponseBatch, read: ResponseBatch, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(N,) log-probabilities and entropies of the actor, and losses, which have a gradient.
+
+        ``own`` is the batch as the actor reads it, ``read`` as the reference does.
+        """
+
+
+class Reference(Protocol):
+    """What reads responses as the reference; a class that names it has all methods."""
+
+    def reading(self, responses: Sequence[Response]) -> list[Response]:
+        """The responses with the prompts that it reads, where those are not the actor's."""
+        return list(responses)
+
+    def begin(self, responses: Sequence[Response]) -> Callable[[], list[list[float]]] | None:
+        """What waits for log-probabilities of all ranks' tokens, in nats; None: a role gives them.
+
+        Call both on every rank.
+        """
+        return None
+
+    def head(
+        self, actor: nn.Module, reference: nn.Module, *, entropy_trains: bool
+    ) -> LossHead | None:
+        """What the loss is instead of the algorithm's; None: there is none."""
+        return None
+
+    def answers(self, read: Callable[[DataConfig, str, str], Prepared]) -> Answers | None:
+        """Answers that are learnt from beside responses; ``read`` gives those of data.
+
+        It takes the data, their name in the log, and the refusal of data without any.
+        """
+        return None
+
+    def mixed(
+        self, prompts: Sequence[PromptSample], pool: Pool, *, iteration: int
+    ) -> tuple[list[PromptSample], list[Response]]:
+        """The prompts that the actor answers, and answers of the pool for the others."""
+        return list(prompts), []
+
+    def identity(self, fingerprint: str) -> dict[str, str]:
+        """What a run's state belongs to, of a reference in memory with this fingerprint."""
+        return {}
+
+
+class ActorAsItWas(Reference):
+    """The actor before the run, frozen, which reads what the actor reads."""

@@ -1,0 +1,67 @@
+"""dschat-lora inspect: what directories are, and whether their files are sound."""
+
+import json
+
+import pytest
+
+from dschat_lora.addons.inspect.describe import InspectConfig, describe, inspect_directory
+from dschat_lora.assets import BUNDLED_MODEL
+from helpers.attacks import ESCAPES, has_control, seen
+from helpers.step1 import write_adapter_config
+from helpers.trained import Verbs, write_trained
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return write_trained(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def verb(home, monkeypatch, capsys):
+    return Verbs(home, monkeypatch, capsys)
+
+
+def test_inspect_says_what_an_adapter_is(verb, home):
+    found = json.loads(verb("inspect", "sft/adapter", "--json"))
+    assert (found["kind"], found["rank"], found["task"]) == ("adapter", 4, "language model")
+    assert found["layers"] == ["q_proj", "v_proj"]
+    tensors = [*(home / "sft" / "adapter").glob("*.safetensors")]
+    assert len(tensors) == 1
+    layers = json.loads((BUNDLED_MODEL / "config.json").read_text())["num_hidden_layers"]
+    width = json.loads((BUNDLED_MODEL / "config.json").read_text())["hidden_size"]
+    assert found["tensors"] == 4 * layers
+    assert found["parameters"] == layers * 4 * width * 4
+    assert found["damage"] is None
+
+
+def test_inspect_says_what_of_a_run_learns(tmp_path):
+    learns = {"actor": {"words": "q_proj of 4 layers; frozen: norms"}, "critic": None}
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "rlhf", "learns": learns}))
+    assert describe(tmp_path)["learns"] == {"actor": "q_proj of 4 layers; frozen: norms"}
+
+
+def test_inspect_names_the_weights_of_experts_that_learn(tmp_path):
+    write_adapter_config(tmp_path, target_parameters=["down_proj", "gate_up_proj"])
+    assert describe(tmp_path)["experts"] == ["down_proj", "gate_up_proj"]
+
+
+def test_inspect_of_a_damaged_adapter_has_code_1(verb, home, tmp_path):
+    copy = tmp_path / "adapter"
+    copy.mkdir()
+    for path in (home / "sft" / "adapter").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    config = copy / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
+    found = json.loads(verb("inspect", copy, "--json", code=1))
+    assert "adapter_config.json" in found["damage"]
+
+
+def test_control_characters_of_a_run_do_not_reach_the_terminal(capsys, tmp_path):
+    (tmp_path / "run.json").write_text(
+        json.dumps({"stage": ESCAPES, "results": {ESCAPES: ESCAPES}})
+    )
+    for in_json in (False, True):
+        inspect_directory(InspectConfig(path=str(tmp_path), json=in_json))
+        words = seen(capsys)
+        assert "[2J" in words
+        assert not has_control(words)
