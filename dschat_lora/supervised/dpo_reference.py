@@ -193,7 +193,8 @@ def make_reference(
         share=row_share(setup),
         cache=cache_directory(config.data),
         say=setup.run.log.say,
-        **({} if loss is None else {"unit": "answers", "logprobs": loss.logprobs}),
+        unit="pairs" if loss is None else "answers",
+        logprobs=answer_logprobs if loss is None else loss.logprobs,
         identity=[
             *(setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")),
             config_fingerprint(setup.adapted.model.config),
