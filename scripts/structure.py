@@ -52,10 +52,13 @@ FEATURES = {
     "4-bit": (r"quanti[sz]|4.?bit|four.?bit|nf4|bitsandbytes|qlora", r"nf4|four_bit"),
     "tensor parallel": (r"tensor.?parallel|lora\.parallel|tp_size", r"tensor_parallel|lora/paral"),
     "experts": (r"expert", r"expert"),
-    "environments, turns": (r"environment(?!s? variable)|max_turns", r"environment|coroutines"),
+    "environments, turns": (  # not Jinja's class, nor a role of chat templates
+        r"(?<!jinja2\.)(?<!\"ipython\", \")environment(?!s? variable)|max_turns",
+        r"^addons/",
+    ),
     "teachers": (r"teacher", r"teacher|distil"),
     "streaming": (r"streaming|streamed|stream_?loader|prompt_?stream|tar_rows", r"stream|tar_rows"),
-    "agents": (r"agent", r"agent"),
+    "agents": (r"agent(?!_store)", r"^addons/"),  # not torchrun's store
     "context parallel": (r"(context|sequence).?parallel", r"context_parallel"),
     "rollout servers": (r"vllm|sglang|rollout.?server|[._]servers\b", r"^addons/"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.record import environment
+from dschat_lora.report.record import circumstances
 
 
 class PartReport:
@@ -36,7 +36,7 @@ class PartReport:
         self._part = part
         self._start = time.monotonic()
         self._checks: dict[str, bool] = {}
-        known = environment()
+        known = circumstances()
         self._entry: dict[str, Any] = {
             "status": "running",
             "tiny": tiny and file is None,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dschat_lora.engine import failure_detection
-from dschat_lora.engine.rendezvous import LAUNCHED, check_environment
+from dschat_lora.engine.rendezvous import LAUNCHED, check_launch_variables
 from dschat_lora.report.terminal import quiet as nothing_said
 from dschat_lora.runtime.stage_main import hush_libraries, tell_others
 
@@ -87,7 +87,7 @@ def run_in_process(*, quiet: bool = False) -> Iterator[None]:
     restore = variables_kept()
     hush_libraries()
     try:
-        check_environment()
+        check_launch_variables()
         # Libraries that are imported in Jupyter, where its bars are missing, say so.
         warnings.filterwarnings("ignore", "IProgress not found")
         failure_detection.join()

@@ -67,7 +67,8 @@ def read_chat_template(path: str) -> str:
     Raises:
         ValueError: in one line, if it cannot be read or is no template.
     """
-    from jinja2 import Environment, TemplateSyntaxError, nodes
+    import jinja2
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.meta import find_undeclared_variables
     from jinja2.parser import Parser
@@ -88,9 +89,9 @@ def read_chat_template(path: str) -> str:
     except OSError as error:
         raise ValueError(f"--chat_template {path} cannot be read: {error.strerror}") from error
     try:
-        environment = Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
-        variables = find_undeclared_variables(environment.parse(text))
-    except TemplateSyntaxError as error:
+        parser = jinja2.Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+        variables = find_undeclared_variables(parser.parse(text))
+    except jinja2.TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
         raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from error
     except RecursionError:

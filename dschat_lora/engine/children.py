@@ -10,8 +10,8 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OF_LAUNCHERS = {*LAUNCHED, "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"}
 
 
-def environment_of_no_launch() -> dict[str, str]:
-    """This process's environment without what a launcher says of it, for a process of its own."""
+def variables_of_no_launch() -> dict[str, str]:
+    """Environment variables without what a launcher says of this process, for one of its own."""
     return {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
 
 

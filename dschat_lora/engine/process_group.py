@@ -20,7 +20,7 @@ from dschat_lora.engine.distributed import (
     grid,
     local_rank,
 )
-from dschat_lora.engine.rendezvous import complete_environment, settle_port
+from dschat_lora.engine.rendezvous import complete_launch_variables, settle_port
 
 
 def init_distributed() -> str | None:
@@ -34,7 +34,7 @@ def init_distributed() -> str | None:
     Raises:
         ValueError: if the processes cannot meet, or a GPU is here that torch cannot use.
     """
-    complete_environment()
+    complete_launch_variables()
     import deepspeed  # late: GLUE can do without it
     from deepspeed.accelerator import get_accelerator
 

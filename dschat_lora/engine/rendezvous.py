@@ -84,7 +84,7 @@ class Connection:
         self.sock.close()
 
 
-def check_environment() -> None:
+def check_launch_variables() -> None:
     """Refuse numbers that no launcher sets; without one, forget names that it would have set.
 
     Where CUDA_VISIBLE_DEVICES hides all GPUs, which launchers undo, processes take the CPU, unless
@@ -119,13 +119,13 @@ def _checked(name: str, default: str, allowed: range) -> int:
     if not re.fullmatch("[0-9]{1,7}", text) or int(text) not in allowed:
         os.environ.pop("RANK", None)  # for rank 0 alone tells an error
         raise ValueError(
-            f"{name} of the environment must be a whole number from {allowed[0]} to {allowed[-1]}, "
-            f"as launchers set it, got {text!r}; without WORLD_SIZE one process runs"
+            f"the environment variable {name} must be a whole number from {allowed[0]} to "
+            f"{allowed[-1]}, as launchers set it, got {text!r}; without WORLD_SIZE one process runs"
         )
     return int(text)
 
 
-def complete_environment() -> None:
+def complete_launch_variables() -> None:
     """Set what a launcher has not: without one, a single process.
 
     Raises:
@@ -168,7 +168,7 @@ def rendezvous() -> tuple[dict[int, Connection], list[Member]]:
     Raises:
         ValueError: if the processes cannot meet.
     """
-    complete_environment()
+    complete_launch_variables()
     me, size = this_member(), int(os.environ["WORLD_SIZE"])
     deadline = time.monotonic() + MEETING_SECONDS
     if me.rank == 0:
@@ -238,10 +238,10 @@ def _listen() -> socket.socket:
         listener.bind(_name_on_this_host())
         listener.listen(64)
         return listener
-    wanted = 0 if _has_agent_store() else int(os.environ["MASTER_PORT"])
+    wanted = 0 if _has_launchers_store() else int(os.environ["MASTER_PORT"])
     listener = _server(wanted)
-    if _has_agent_store():
-        store = _agent_store()
+    if _has_launchers_store():
+        store = _launchers_store()
         store.set("port", str(listener.getsockname()[1]))
     return listener
 
@@ -309,12 +309,12 @@ def is_one_host() -> bool:
     return os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]
 
 
-def _has_agent_store() -> bool:
+def _has_launchers_store() -> bool:
     """Whether torchrun itself serves MASTER_PORT."""
-    return _launch()["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    return _launch()[_USES_ITS_STORE] == "True"
 
 
-def _agent_store() -> Any:
+def _launchers_store() -> Any:
     """torchrun's store, for this attempt."""
     from datetime import timedelta
 
@@ -327,8 +327,8 @@ def _agent_store() -> Any:
 
 
 def _rank_zeros_port() -> int:
-    if _has_agent_store():
-        return int(_agent_store().get("port"))
+    if _has_launchers_store():
+        return int(_launchers_store().get("port"))
     return int(os.environ["MASTER_PORT"])
 
 
@@ -346,7 +346,8 @@ def _name_on_this_host() -> str:
     return f"\0dschat_lora-{parent}-{port}"
 
 
-_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+_USES_ITS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # of torchrun
+_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", _USES_ITS_STORE)
 
 
 def _launch() -> dict[str, str | None]:
@@ -362,7 +363,7 @@ def _launch_of(pid: int) -> dict[str, str | None]:
 
 def settle_port() -> None:
     """Leave MASTER_PORT where it is free on this host, else take one that is."""
-    if not _has_agent_store():
+    if not _has_launchers_store():
         os.environ["MASTER_PORT"] = str(usable_port(os.environ.get("MASTER_PORT")))
 
 
@@ -371,7 +372,7 @@ def _port_of_the_group() -> int | None:
 
     Not in torchrun's own store: a static one keeps, over a restart, what lost processes wrote.
     """
-    if _has_agent_store():
+    if _has_launchers_store():
         return usable_port(None)
     return int(os.environ["MASTER_PORT"]) if is_one_host() else None
 
@@ -379,8 +380,8 @@ def _port_of_the_group() -> int | None:
 def _use_port(port: int | None) -> None:
     if port is not None:
         os.environ["MASTER_PORT"] = str(port)
-        if _has_agent_store():
-            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        if _has_launchers_store():
+            os.environ[_USES_ITS_STORE] = "False"
 
 
 def usable_port(wanted: str | None) -> int:

@@ -87,7 +87,7 @@ def package_versions() -> dict[str, str | None]:
     return versions
 
 
-def environment() -> dict[str, Any]:
+def circumstances() -> dict[str, Any]:
     """Command, package versions, git commit of the checkout (None outside one) and platform."""
     commit = None
     with suppress(OSError, subprocess.TimeoutExpired):

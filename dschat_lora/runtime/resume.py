@@ -494,5 +494,5 @@ def launched_processes() -> int:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, from the launcher's environment."""
+    """Whether this process is rank 0, from the launcher's environment variables."""
     return os.environ.get("RANK", "0") == "0"

@@ -30,7 +30,7 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.report.log import RunLog, Sink
-from dschat_lora.report.record import RunRecord, environment
+from dschat_lora.report.record import RunRecord, circumstances
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.caller import NOBODY, Caller, Observer
 from dschat_lora.runtime.directory import RunDirectory
@@ -193,7 +193,7 @@ def open_files(
         record = RunRecord(
             directory or Path(), active=active and directory is not None, earlier=earlier
         )
-        record.update({"stage": name, "status": "running", **environment()})
+        record.update({"stage": name, "status": "running", **circumstances()})
         record.update({"world_size": world_size(), "config": flatten(config)})
         if directory is not None:
             passing = caller.in_python and flatten(config).get("output_dir") is None

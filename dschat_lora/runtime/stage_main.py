@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dschat_lora.config.options import fail, parse_config
 from dschat_lora.engine import failure_detection
-from dschat_lora.engine.rendezvous import check_environment
+from dschat_lora.engine.rendezvous import check_launch_variables
 from dschat_lora.report.terminal import (
     NO_HOME,
     STDOUT,
@@ -88,7 +88,7 @@ def prepare_process() -> None:
 
     warnings.formatwarning = in_one_line  # type: ignore[assignment]
     try:
-        check_environment()
+        check_launch_variables()
     except ValueError as error:
         fail(str(error))
 

@@ -19,7 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dschat_lora as dl
-from addons.environments.own_players import BetterOfTwo
 from api.own_scorer import Style
 from api.programs import (
     PAIRS,
@@ -104,7 +103,10 @@ def test_rlhf_has_the_numbers_of_the_command_bit_for_bit(sft, scorer, tmp_path, 
     assert any("reward/brevity" in line for line in run.metrics)
 
 
+@of_the_whole
 def test_a_player_that_is_handed_over_has_the_numbers_of_the_command_bit_for_bit(sft, tmp_path):
+    from addons.environments.own_players import BetterOfTwo
+
     run = dl.rlhf(sft, data=ROWS, environment=BetterOfTwo(), **ROLLOUTS)
     options = {
         "actor_model_name_or_path": sft.path,

@@ -178,7 +178,6 @@ CONSTANT = "--lr_scheduler_type constant --num_warmup_steps 3"
         (RlhfConfig, "--rollout_correction none --rollout_is_threshold 3", [
             "rollout_is_threshold:without --rollout_correction or --importance_cap"
         ]),
-        (RlhfConfig, "--max_turns 2", ["max_turns:without --environment"]),
         (RlhfConfig, "--judge_function j:j --eval_prompts 0", [
             "judge_function:with --eval_prompts 0"
         ]),

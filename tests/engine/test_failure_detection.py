@@ -220,7 +220,7 @@ def test_a_name_that_does_not_resolve_is_told_at_once_on_every_rank(size, addres
     for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": address}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"cannot resolve MASTER_ADDR '.*--master_addr"):
-        rendezvous.complete_environment()
+        rendezvous.complete_launch_variables()
 
 
 def test_other_software_than_rank_0s_is_refused():

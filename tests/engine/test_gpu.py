@@ -11,7 +11,7 @@ import torch
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.engine import gpu
-from dschat_lora.engine.rendezvous import check_environment
+from dschat_lora.engine.rendezvous import check_launch_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = ROOT / "dschat_lora" / "__main__.py"
@@ -189,12 +189,12 @@ def test_machines_without_a_driver_and_hidden_gpus_compute_on_the_cpu(smi, monke
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
         assert gpu.usable(CPU) == CPU
         gpu._unseen_gpu.cache_clear()
-        check_environment()
+        check_launch_variables()
         assert os.environ["DS_ACCELERATOR"] == "cpu"
     for shown in ("0", "GPU-3a2b", "MIG-3a2b", "2,3"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-        check_environment()
+        check_launch_variables()
         gpu._unseen_gpu.cache_clear()
         with pytest.raises(ValueError, match="sees no GPU"):
             gpu.usable(CPU)
@@ -211,7 +211,7 @@ def test_hidden_gpus_of_nvidia_leave_other_accelerators(monkeypatch, cuda, other
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: other)
-    check_environment()
+    check_launch_variables()
     assert os.environ.get("DS_ACCELERATOR") == chosen
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.addons import of_addon
+from helpers.addons import of_addon, of_the_whole
 from helpers.rlhf_course import save_family, write_prompts, write_texts, write_turns_template
 from helpers.served import served
 from helpers.spread import ALL
@@ -42,7 +42,7 @@ FUNCTION = "--reward_function helpers.rlhf_course:vowels"
 TURNS = (
     "--environment helpers.rlhf_course:ask_again --max_turns 3 --max_answer_seq_len 16 "
     "--chat_template turns.jinja --stop_tokens e i n t"
-)
+) * bool(of_addon("environments.addon"))
 DISTILL = {
     "distill": (
         "llama",
@@ -389,6 +389,7 @@ def test_each_prompt_gets_responses_of_its_own(reports):
                 assert len({tuple(tokens) for tokens in group}) > 1
 
 
+@of_the_whole
 @pytest.mark.thorough
 def test_an_environment_adds_turns_that_are_read_alone(reports):
     trains = [r for r in reports("rloo in turns")[1, 0]["lines"] if r["kind"] == "train"]

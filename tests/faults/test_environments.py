@@ -136,7 +136,7 @@ def variables():
     }
     for name, values in launched.items():
         for value in values:
-            says = f"error: {name} of the environment must be a whole number"
+            says = f"error: the environment variable {name} must be a whole number"
             prepare = f"os.environ[{name!r}] = {value!r}"
             yield f"sft {name}={value} launched", Fault("sft", prepare, 2, says)
 

@@ -23,12 +23,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dschat_lora import __main__ as command
-from dschat_lora.addons.environments.environment import Environment
 from dschat_lora.algos.tensors import is_finite
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.engine.process_group import shutdown
-from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardFunction, RewardSum, ScoreError, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
@@ -97,10 +95,6 @@ def switches(responses):
 
     torch.set_grad_enabled(False)
     return [1.0 * n for n, _ in enumerate(responses)]
-
-
-def replies(responses):
-    return [{"role": "user", "content": "\\ud83d"} for _ in responses]
 """
 
 Ended = namedtuple("Ended", "code out err")
@@ -619,71 +613,6 @@ def test_score_is_no_number_by_the_model_and_left_out_by_a_function(rewards, wor
     with pytest.raises(ScoreError) as caught:
         scorer(RESPONSES, TrainerState())
     assert str(caught.value.__cause__).startswith(words)
-
-
-# ---------------------------------------------------------------------------- environments
-
-
-def reply_of(found):
-    responses = [Response((9,), (5, 2), True, 0)]
-    return Environment("environment", "mine:reply", lambda responses: found, Words()).replies(
-        responses, [0]
-    )
-
-
-def message(content, **more):
-    return {"role": "user", "content": content, **more}
-
-
-def cycle():
-    found = message("x")
-    found["more"] = found
-    return found
-
-
-NO_REPLIES = {
-    "nothing": (None, "returned a NoneType for 1 responses"),
-    "generator": ((None for _ in range(1)), "returned a generator for"),
-    "one message": (message("x"), "returned a dict for"),
-    "too few": ([], "returned 0 replies for"),
-    "text": (["x"], "must have 'role' and 'content', found str"),
-    "number": ([0], "found int"),
-    "false": ([False], "found bool"),
-    "tuple": ([(message("x"),)], "found tuple"),
-    "list in a list": ([[[message("x")]]], "found list"),
-    "NaN": ([message(NAN)], "'content' must be text, found float"),
-    "bytes": ([message(b"x")], "'content' must be text, found bytes"),
-    "tensor": ([message(torch.ones(1))], "'content' must be text, found Tensor"),
-    "NaN beside": ([message("x", score=NAN)], "returned what JSON cannot hold: Out of range"),
-    "half an emoji": ([message("\ud83d")], "returned what JSON cannot hold: 'utf-8'"),
-    "cycle": ([cycle()], "returned what JSON cannot hold: Circular reference"),
-    "without end": ([message("x", more=nested(3000))], "returned what JSON cannot hold: maximum"),
-    "long integer": ([message("x", more=10**5000)], "returned what JSON cannot hold: Exceeds"),
-    "set": ([message("x", more={1})], "returned what JSON cannot hold: Object of type set"),
-}
-
-
-@pytest.mark.parametrize(("found", "words"), NO_REPLIES.values(), ids=NO_REPLIES)
-def test_whatever_is_no_reply_is_named_in_one_line(found, words):
-    with pytest.raises(UserFunctionError) as caught:
-        reply_of(found)
-    line = str(caught.value.__cause__)
-    assert line.startswith("--environment mine:reply")
-    assert words in line
-    assert "\n" not in line
-
-
-@pytest.mark.parametrize("found", [[None], [[]], np.array([None]), (None,)])
-def test_whatever_holds_no_message_ends_the_episode(found):
-    assert reply_of(found) == [[]]
-
-
-def test_environment_that_is_wrong_ends_a_run_by_name(refused):
-    line = refused(
-        f"{RLHF} --algorithm rloo --reward_function numbers_functions:distinct --max_turns 2 "
-        "--environment numbers_functions:replies --chat_template turns.jinja --stop_tokens t a"
-    )
-    assert "--environment numbers_functions:replies returned what JSON cannot hold" in line
 
 
 # ---------------------------------------------------------------------------- measures

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from dschat_lora.report.record import RunRecord, environment
+from dschat_lora.report.record import RunRecord, circumstances
 
 
 def read(directory):
@@ -63,7 +63,7 @@ def test_other_ranks_write_nothing(tmp_path):
 
 def test_environment_names_command_versions_commit_and_platform(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py", "--lora_dim", "8"])
-    found = environment()
+    found = circumstances()
     assert found["command"][1:] == ["main.py", "--lora_dim", "8"]
     assert found["versions"]["python"] == platform.python_version()
     for name in ("torch", "deepspeed", "transformers", "datasets"):
@@ -75,12 +75,12 @@ def test_environment_names_command_versions_commit_and_platform(monkeypatch):
 
 def test_package_that_is_not_installed_has_no_version(monkeypatch):
     monkeypatch.setattr("dschat_lora.report.record._PACKAGES", ("no-such-package",))
-    assert environment()["versions"]["no-such-package"] is None
+    assert circumstances()["versions"]["no-such-package"] is None
 
 
 def test_machine_without_git_has_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert environment()["git_commit"] is None
+    assert circumstances()["git_commit"] is None
 
 
 def test_earlier_run_shows_until_the_resumed_one_takes_over(tmp_path):

@@ -496,7 +496,8 @@ def test_four_roles_of_a_large_model_take_little_more_than_one_base(large_roles)
 @pytest.mark.thorough
 def test_later_turns_take_room_for_the_longest_episode_and_what_the_shortest_may_add(large_roles):
     config, roles = large_roles
-    episodes = replace(config, batch=replace(config.batch, environment="world:answer"))
+    episodes = replace(config)
+    vars(episodes)["players"] = ["one"]
     # 8 rows of 512 tokens and 256 further ones, beside those of the turn before
     columns = 2 * (512 + 256)
     assert cache_bytes(episodes, roles.actor.model) == 2 * 24 * 2048 * 8 * columns * 2

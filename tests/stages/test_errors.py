@@ -173,7 +173,7 @@ def test_number_that_no_launcher_sets_is_named(refused, monkeypatch, name, value
     for each, number in {"WORLD_SIZE": "1", name: value}.items():
         monkeypatch.setenv(each, number)
     message = refused()
-    assert message.startswith(f"{name} of the environment must be a whole number from ")
+    assert message.startswith(f"the environment variable {name} must be a whole number from ")
     assert message.endswith("without WORLD_SIZE one process runs")
     assert repr(value) in message
 

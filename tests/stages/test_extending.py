@@ -11,6 +11,7 @@ from importlib import import_module
 import pytest
 
 import dschat_lora as dl
+from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
 from helpers.step1 import write_jsonl
 
@@ -48,6 +49,7 @@ def test_each_seam_has_an_example_of_25_lines_at_most_and_a_command():
     assert [f"{name.partition(':')[0]}.py" for _, name in NAMED] == [*lines]
 
 
+@of_the_whole
 def test_five_named_on_the_command_line_are_five_objects_of_a_run_that_resumes(home, launcher):
     sums = [{"prompt": f"What is {n} plus 3?", "sum": n + 3} for n in range(8)]
     write_jsonl(home / "sums.jsonl", sums)
@@ -110,6 +112,7 @@ def test_the_add_on_of_the_page_adds_a_verb_an_option_and_a_reward(tmp_path):
     assert (ended.stdout, ended.stderr) == ("2 1\n10 True\n", "")
 
 
+@of_the_whole
 def test_the_script_runs(home, monkeypatch, capsys):
     train = dl.rlhf
     monkeypatch.setattr(dl, "rlhf", lambda **options: train(**{**options, **SHORT, "max_steps": 2}))

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from dschat_lora.addons.agents.conversations import MODEL_NAME
-from dschat_lora.engine.children import environment_of_no_launch
+from dschat_lora.engine.children import variables_of_no_launch
 from dschat_lora.rl.response.coroutines import in_thread
 from dschat_lora.rl.score.user_functions import named_parameters, same_gradients, takes_all
 
@@ -161,7 +161,7 @@ class AgentCommand:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=environment_of_no_launch() | address,
+            env=variables_of_no_launch() | address,
             start_new_session=True,
         )
         text = json.dumps(row, ensure_ascii=False).encode()

@@ -23,7 +23,7 @@ from dschat_lora.addons.engines.completions import (
 from dschat_lora.addons.engines.server_engine import server_engine
 from dschat_lora.config.staging import check_place, open_in_place
 from dschat_lora.engine.build import DTYPES, resolve_dtype
-from dschat_lora.engine.children import end_with_parent, environment_of_no_launch, visible_gpu
+from dschat_lora.engine.children import end_with_parent, variables_of_no_launch, visible_gpu
 from dschat_lora.engine.distributed import device, gather_texts, local_rank, rank
 from dschat_lora.engine.rendezvous import is_one_host, usable_port
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite
@@ -121,7 +121,7 @@ def serve_environment(gpu: str | None, *, sleeps: bool) -> dict[str, str]:
     """The environment of a server, which sees one GPU alone, or all there are (None)."""
     # What leads to modules of this environment's Python is not for another's.
     aside = ("PYTHONPATH", "PYTHONHOME", "VLLM_API_KEY")
-    kept = {n: value for n, value in environment_of_no_launch().items() if n not in aside}
+    kept = {n: value for n, value in variables_of_no_launch().items() if n not in aside}
     kept["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if sleeps:
         kept["VLLM_SERVER_DEV_MODE"] = "1"  # for /sleep and /wake_up

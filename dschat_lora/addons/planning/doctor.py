@@ -25,7 +25,7 @@ from dschat_lora.commands.launch import PACKAGE
 from dschat_lora.config.data import DataConfig
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES
-from dschat_lora.engine.children import environment_of_no_launch
+from dschat_lora.engine.children import variables_of_no_launch
 from dschat_lora.models.attention import has_varlen
 from dschat_lora.models.blocks import compiler_for
 from dschat_lora.report.terminal import log_once, to_json, wrapped
@@ -279,7 +279,7 @@ def _timed(
     try:
         done = subprocess.run(
             [sys.executable, "-m", PACKAGE, *words],
-            env=environment_of_no_launch() | environment,
+            env=variables_of_no_launch() | environment,
             capture_output=True,
             text=True,
             timeout=STEP_SECONDS,

@@ -32,7 +32,7 @@ from dschat_lora.addons.planning.hour_checks import (
 from dschat_lora.addons.report.html import render
 from dschat_lora.addons.report.markup import number, value_text
 from dschat_lora.config.staging import write_whole
-from dschat_lora.engine.children import environment_of_no_launch
+from dschat_lora.engine.children import variables_of_no_launch
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import log_once, to_json, wrapped
 from dschat_lora.report.texts import short
@@ -160,7 +160,7 @@ def environment_of(command: Command) -> dict[str, str]:
     if command.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         chosen["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
-    return environment_of_no_launch() | chosen | {"HF_HUB_OFFLINE": "1"}
+    return variables_of_no_launch() | chosen | {"HF_HUB_OFFLINE": "1"}
 
 
 def tail_of(output: Path) -> str:

@@ -40,7 +40,7 @@ from dschat_lora.config.options import command_line, fail, flatten, value_text
 from dschat_lora.config.staging import alone, check_place, open_in_place, write_whole
 from dschat_lora.engine.children import (
     end_with_parent,
-    environment_of_no_launch,
+    variables_of_no_launch,
     visible_gpu,
 )
 from dschat_lora.lora.rates import octaves_above, ruled_rates
@@ -259,7 +259,7 @@ class RunningTrial:
 
     def start(self) -> None:
         """Start each run or, where it has begun, let it go on from its checkpoint."""
-        environment = environment_of_no_launch()
+        environment = variables_of_no_launch()
         if self.launcher is None and (cards := torch.cuda.device_count()) > 1:
             environment["CUDA_VISIBLE_DEVICES"] = visible_gpu(self.slot % cards)
         for home, seed in zip(self.homes, self.search.seeds, strict=True):

@@ -369,10 +369,11 @@ def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse over-sampling where the engine or other options rule it out."""
     batch, name = config.batch, config.batch.rollout_engine
     if batch.oversample > 1 and (config.players or not batch.engine.gives_up):
-        own = "" if batch.engine.gives_up else f" and --rollout_engine {name}"
+        own = [f"--{option}" for player in config.players for option in player.plays]
+        own += [] if batch.engine.gives_up else [f"--rollout_engine {name}"]
         raise ValueError(
-            f"--oversample {batch.oversample:g} gives up responses on the way, which environments, "
-            f"agents{own} do not: leave it out"
+            f"--oversample {batch.oversample:g} gives up responses on the way, which "
+            f"{' and '.join(own)} cannot: leave it out"
         )
 
 

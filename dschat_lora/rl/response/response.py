@@ -235,7 +235,7 @@ def _of_row(row: Tensor, blank: Response, width: int) -> Response:
 # In the order that checkpoints have.
 _NAMES = (
     *("prompt", "tokens", "ended", "group", "columns", "logprobs", "actor_mask", "earlier"),
-    *("sampler_logprobs", "undrawn", "environment_reward", "earlier_sequences", "num_calls"),
+    *("sampler_logprobs", "undrawn", "reward", "earlier_sequences", "num_calls"),
     *("num_retries", "failure", "logged", "is_drawn", "policy_version", "reference_prompt"),
     "source",
 )
@@ -246,7 +246,6 @@ def responses_as_json(responses: Mapping[int, Response]) -> str:
     found = {}
     for number, each in responses.items():
         fields = {**vars(each), "columns": b"", **vars(each.episode), **vars(each.origin)}
-        fields["environment_reward"] = each.episode.reward
         fields["earlier_sequences"] = [*map(asdict, each.episode.earlier_sequences)]
         found[number] = {name: fields[name] for name in _NAMES}
     return json.dumps(found, default=bytes.decode)
@@ -260,9 +259,8 @@ def response_from_json(fields: Mapping[str, Any], columns: bytes, place: int = 0
         TokenSequence(*map(tuple, each.values())) for each in more.pop("earlier_sequences")
     )
     names = ("num_calls", "num_retries", "failure", "logged")
-    episode = Episode(
-        earlier, more.pop("environment_reward"), tuple(sequences), *(more.pop(n) for n in names)
-    )
+    (reward,) = (more.pop(n) for n in fields if n.endswith("reward"))  # older ones say whose
+    episode = Episode(earlier, reward, tuple(sequences), *(more.pop(n) for n in names))
     origin = Origin(place, *(more.pop(n) for n in ("source", "is_drawn", "policy_version")))
     return Response(**{**more, "columns": columns, "episode": episode, "origin": origin})
 

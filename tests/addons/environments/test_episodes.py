@@ -2,8 +2,10 @@
 
 import json
 import math
+from functools import reduce
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,8 +171,19 @@ def environment(function, **options):
     return Environment("environment", "mine:reply", function, Words(), **options)
 
 
-def user(content):
-    return {"role": "user", "content": content}
+def user(content, **more):
+    return {"role": "user", "content": content, **more}
+
+
+def cycle():
+    found = user("x")
+    found["more"] = found
+    return found
+
+
+def replies_of(found):
+    function = environment(lambda responses: found)
+    return function.replies([Response((9,), (5, 2), T, 0)], [0])
 
 
 def play(function, turns, *, max_turns=4, max_tokens=20):
@@ -250,28 +263,46 @@ def _no_messages(prompts):
     return prompts
 
 
-@pytest.mark.parametrize(
-    ("reply", "error"),
-    [
-        (None, "returned a NoneType for 1 responses; it must return a list of one message"),
-        ([None, None], "returned 2 replies for 1 responses"),
-        (["7"], "message 1 that it returned must have 'role' and 'content', found str"),
-        ([3], "message 1 that it returned must have 'role' and 'content', found int"),
-        ([{"content": "7"}], "must have 'role' and 'content', found ['content']"),
-        ([[user("7"), {"role": "user"}]], "message 2 that it returned must have 'role'"),
-        ([{"role": "user", "content": 7}], "'content' must be text, found int"),
-        ([{"role": 1, "content": "7"}], "'role' must be text, found int"),
-        ([{"role": "assistant", "content": "7"}], "of role 'assistant', which is the actor's"),
-        ([{**user("7"), "more": {1}}], "returned what JSON cannot hold"),
-    ],
-)
-def test_a_reply_that_is_none_ends_in_one_line(reply, error):
+NESTED = reduce(lambda inner, _: [inner], range(3000), [])
+NO_REPLIES = {
+    "nothing": (None, "returned a NoneType for 1 responses"),
+    "generator": ((None for _ in range(1)), "returned a generator for"),
+    "one message": (user("x"), "returned a dict for"),
+    "too few": ([], "returned 0 replies for"),
+    "text": (["x"], "must have 'role' and 'content', found str"),
+    "number": ([0], "found int"),
+    "false": ([False], "found bool"),
+    "tuple": ([(user("x"),)], "found tuple"),
+    "list in a list": ([[[user("x")]]], "found list"),
+    "NaN": ([user(math.nan)], "'content' must be text, found float"),
+    "bytes": ([user(b"x")], "'content' must be text, found bytes"),
+    "tensor": ([user(torch.ones(1))], "'content' must be text, found Tensor"),
+    "NaN beside": ([user("x", score=math.nan)], "returned what JSON cannot hold: Out of range"),
+    "half an emoji": ([user("\ud83d")], "returned what JSON cannot hold: 'utf-8'"),
+    "cycle": ([cycle()], "returned what JSON cannot hold: Circular reference"),
+    "without end": ([user("x", more=NESTED)], "returned what JSON cannot hold: maximum"),
+    "long integer": ([user("x", more=10**5000)], "returned what JSON cannot hold: Exceeds"),
+    "no role": ([{"content": "7"}], "must have 'role' and 'content', found ['content']"),
+    "a second": ([[user("7"), {"role": "user"}]], "message 2 that it returned must have 'role'"),
+    "role": ([{"role": 1, "content": "7"}], "'role' must be text, found int"),
+    "actor's": ([{"role": "assistant", "content": "7"}], "'assistant', which is the actor's"),
+    "set": ([user("x", more={1})], "returned what JSON cannot hold: Object of type set"),
+}
+
+
+@pytest.mark.parametrize(("found", "words"), NO_REPLIES.values(), ids=NO_REPLIES)
+def test_whatever_is_no_reply_is_named_in_one_line(found, words):
     with pytest.raises(EnvironmentFailedError) as caught:
-        play(lambda responses: reply, [[(5, 2), (5, 2)]])
-    words = str(caught.value.__cause__)
-    assert words.startswith("--environment mine:reply")
-    assert error in words
-    assert "\n" not in words
+        replies_of(found)
+    line = str(caught.value.__cause__)
+    assert line.startswith("--environment mine:reply")
+    assert words in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("found", [[None], [[]], np.array([None]), (None,)])
+def test_whatever_holds_no_message_ends_the_episode(found):
+    assert replies_of(found) == [[]]
 
 
 def test_an_environment_that_raises_is_tried_again_and_keeps_its_error():
