@@ -3,7 +3,6 @@
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1] / "assets"
@@ -14,40 +13,12 @@ OTHER_NAMES = _ROOT / "other_names.txt"  # options of other trainers; see config
 CONFIGS = Path(__file__).parents[1] / "configs"  # of the checkout, or as installed
 
 
-@dataclass(frozen=True)
-class ShippedRecipe:
-    """A recipe of the package."""
-
-    name: str  # such as opt-1.3b_opt-350m or glue/roberta-base_cola
-    path: Path
-    kind: str  # the verb that takes it: pipeline, or the name of its folder
-
-    @property
-    def summary(self) -> str:
-        """The first sentence of the comment that the file begins with."""
-        lines = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            if not line.startswith("#") or line == "#":
-                break
-            lines.append(line.removeprefix("#").strip())
-        return re.split(r"[.:](?:\s|$)", " ".join(lines), maxsplit=1)[0]
-
-    @property
-    def command(self) -> str:
-        """A command line that runs it."""
-        verb = self.kind if self.kind == "pipeline" else f"{self.kind} --config"
-        return f"dschat-lora {verb} {self.name}"
-
-
-def recipes() -> list[ShippedRecipe]:
-    """All recipes of the package, those of pipelines first."""
+def recipes() -> dict[str, Path]:
+    """The YAML files of the package's recipes by name: ``bundled``, and those of folders last."""
     home = CONFIGS / "recipes"
-    found = [ShippedRecipe(path.stem, path, "pipeline") for path in sorted(home.glob("*.yaml"))]
-    for folder in sorted((path for path in home.glob("*") if path.is_dir()), reverse=True):
-        kind = folder.name
-        paths = sorted(folder.glob("*.yaml"))
-        found += [ShippedRecipe(f"{kind}/{path.stem}", path, kind) for path in paths]
-    return found
+    folders = sorted((path for path in home.glob("*") if path.is_dir()), reverse=True)
+    files = [path for each in (home, *folders) for path in sorted(each.glob("*.yaml"))]
+    return {path.relative_to(home).with_suffix("").as_posix(): path for path in files}
 
 
 def find_recipe(given: str, *, label: str) -> Path:
@@ -58,7 +29,7 @@ def find_recipe(given: str, *, label: str) -> Path:
     Raises:
         ValueError: if there is neither; ``label`` begins the message.
     """
-    known = {recipe.name: recipe.path for recipe in recipes()}
+    known = recipes()
     known |= {path.stem: path for path in known.values()}
     return _find(
         given, known, label=label, listing="dschat-lora recipes lists those of the package"

@@ -1,5 +1,9 @@
 """The command lines of ``dschat-lora pipeline`` and ``dschat-lora recipes``."""
 
+import re
+from itertools import takewhile
+from pathlib import Path
+
 from dschat_lora.config import bundled
 from dschat_lora.config.parser import Parser
 from dschat_lora.report.terminal import log_once, to_json
@@ -46,14 +50,27 @@ def recipes(argv: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
     found = bundled.recipes()
     if parser.values(argv, ["json"])["json"]:
-        fields = ("name", "kind", "summary", "command")
-        rows = [{f: getattr(each, f) for f in fields} | {"path": str(each.path)} for each in found]
-        log_once(to_json(rows))
+        log_once(to_json([_facts(name, path) for name, path in found.items()]))
         return
-    width = max(len(each.name) for each in found)
-    for each in found:
-        log_once(f"{each.name:<{width}}  {each.summary}")
+    width = max(map(len, found))
+    for name, path in found.items():
+        log_once(f"{name:<{width}}  {_facts(name, path)['summary']}")
     log_once(
         "\n--config NAME takes a stage's options from one; dschat-lora pipeline NAME runs all "
         "stages of one that has no folder"
     )
+
+
+def _facts(name: str, path: Path) -> dict[str, str]:
+    """Of a recipe the verb that takes it, and the first sentence of the comment it begins with."""
+    kind = name.rpartition("/")[0] or "pipeline"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = takewhile(lambda line: line.startswith("#") and line != "#", lines)
+    text = " ".join(line.removeprefix("#").strip() for line in comment)
+    return {
+        "name": name,
+        "kind": kind,
+        "summary": re.split(r"[.:](?:\s|$)", text, maxsplit=1)[0],
+        "command": f"dschat-lora {kind} {'' if kind == 'pipeline' else '--config '}{name}",
+        "path": str(path),
+    }

@@ -228,7 +228,7 @@ def rollout_rows(
     iteration: int,
     most: int,
 ) -> list[dict[str, Any]]:
-    """The first ``most`` responses for :func:`dschat_lora.report.rollouts.as_member`.
+    """The first ``most`` responses for :func:`dschat_lora.report.rollout_file.as_member`.
 
     The advantage is the mean over a response's tokens. What is not known, such as the reward of a
     response that does not count, is None. The first few have advantage, KL and value of each of the

@@ -58,8 +58,8 @@ def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(monkeypat
         return capsys.readouterr().out
 
     out = run()
-    for each in recipes():
-        assert re.search(rf"^{re.escape(each.name)} +\w.*$", out, re.MULTILINE)
+    for name in recipes():
+        assert re.search(rf"^{re.escape(name)} +\w.*$", out, re.MULTILINE)
     listed = json.loads(run("--json"))
     files = [*(ROOT / "configs" / "recipes").rglob("*.yaml")]
     assert {Path(each["path"]).resolve() for each in listed} == {file.resolve() for file in files}

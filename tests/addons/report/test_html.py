@@ -389,14 +389,17 @@ def test_many_long_runs_stay_under_two_megabytes():
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0.0, "0"), (1.10834, "1.108"), (12345.6, "12,346"), (1e-5, "1.00e-05"), (2.5e8, "2.50e+08")],
+    [
+        (0.0, "0"),
+        (1.10834, "1.108"),
+        (12345.6, "12,346"),
+        (1e-5, "1.00e-05"),
+        (2.5e8, "2.50e+08"),
+        (number(None), "-"),
+    ],
 )
 def test_numbers_have_about_four_digits(value, expected):
     assert short(value) == expected
-
-
-def test_a_number_that_is_none_is_shown_as_a_dash():
-    assert short(number(None)) == "-"
 
 
 # Stages.
@@ -567,43 +570,37 @@ def test_a_report_without_stages_has_its_tables():
     assert "resultsabcde" in document.text
 
 
-def test_the_same_runs_give_the_same_report():
-    assert report_with("x") == report_with("x")
-
-
 # Time and operations.
 
 
-def test_operations_of_a_stage_are_the_sum_over_its_steps():
-    lines = [
-        {"step": 1, "time": 3.0, "step_seconds": 2.0, "tflops_per_device": 0.5},
-        {"step": 2, "time": 7.0, "step_seconds": 1.0, "tflops_per_device": "nan"},
-        {"step": 3, "time": 10.0, "step_seconds": 4.0, "tflops_per_device": 0.25},
-    ]
-    run = RunData("sft", {"world_size": 2}, train=lines)
-    assert run.phases == {
-        "training": (7.0, pytest.approx(2 * (2.0 * 0.5 + 4.0 * 0.25) * 1e12)),
-        "evaluation and other": (3.0, 0.0),
-    }
+STEPS = [
+    {"step": 1, "time": 3.0, "step_seconds": 2.0, "tflops_per_device": 0.5},
+    {"step": 2, "time": 7.0, "step_seconds": 1.0, "tflops_per_device": "nan"},
+    {"step": 3, "time": 10.0, "step_seconds": 4.0, "tflops_per_device": 0.25},
+]
+TIMES = {"generation_seconds": 2.0, "scoring_seconds": 0.5, "training_seconds": 1.0}
 
 
-def test_phases_of_run_json_are_taken_as_they_are():
-    phases = {"generation": {"seconds": 60, "flops": 1e12}, "training": {"seconds": 30}}
-    run = RunData("rlhf", {"phases": phases}, train=[{"step": 1, "time": 100.0}])
-    assert run.phases == {
-        "generation": (60.0, 1e12),
-        "training": (30.0, 0.0),
-        "evaluation and other": (10.0, 0.0),
-    }
-
-
-def test_phases_of_an_interrupted_run_are_summed_over_its_lines():
-    lines = [{"generation_seconds": 2.0, "scoring_seconds": 0.5, "training_seconds": 1.0}] * 3
-    assert RunData("rlhf", train=lines).phases == {
-        "generation": (6.0, 0.0),
-        "scoring": (1.5, 0.0),
-        "training": (3.0, 0.0),
-    }
+@pytest.mark.parametrize(
+    ("facts", "train", "phases"),
+    [
+        ({"world_size": 2}, STEPS, {"training": (7.0, 4e12), "evaluation and other": (3.0, 0.0)}),
+        (
+            {"phases": {"generation": {"seconds": 60, "flops": 1e12}, "training": {"seconds": 30}}},
+            [{"step": 1, "time": 100.0}],
+            {"generation": (60, 1e12), "training": (30, 0.0), "evaluation and other": (10, 0.0)},
+        ),
+        (
+            {},
+            [TIMES] * 3,
+            {"generation": (6.0, 0.0), "scoring": (1.5, 0.0), "training": (3.0, 0.0)},
+        ),
+    ],
+    ids=["sums over steps", "as run.json says", "of an interrupted run"],
+)
+def test_time_and_operations_of_phases(facts, train, phases):
+    found = RunData("s", facts, train=train).phases
+    assert {name: pytest.approx(each) for name, each in found.items()} == phases
 
 
 def test_bars_are_shares_of_their_stage():
@@ -760,14 +757,6 @@ def test_files_without_any_object_are_told(tmp_path, content):
     _, document = report_of(read_run(tmp_path))
     assert "run.json is no JSON object" in document.text
     assert "metrics.jsonl has no lines" in document.text
-
-
-@pytest.mark.parametrize("odd", [None, 5, "text", [], [1], {}, {"a": 1}, [{"when": 5}]], ids=str)
-def test_fields_of_another_type_do_not_break_the_report(odd):
-    names = "stage status config versions parameters results answers phases throughput data".split()
-    line = {"step": odd, "time": odd, "loss": odd, "reward": odd, "event": odd, "message": odd}
-    facts = dict.fromkeys((*names, "command", "world_size"), odd)
-    report_of(RunData("s", facts, train=[line], evals=[line], events=[line]))
 
 
 def leaves(value, path=()):
