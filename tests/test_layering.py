@@ -205,6 +205,9 @@ FLOORS = [
             "h11 llguidance starlette torch uvicorn",
             "addon config verbs endpoint.sockets",
         ),
+        "addons.kto": Room(
+            "algos config data engine models supervised", "numpy torch", "addon options"
+        ),
         "addons.streaming": Room(
             "algos config data engine report rl.draw rl.loop runtime supervised",
             "datasets huggingface_hub numpy pyarrow",

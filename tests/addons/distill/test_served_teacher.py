@@ -26,7 +26,6 @@ from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.options import parse_config
 from dschat_lora.generation import slots
-from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.response.response import Response
 from helpers.served import send, served, write_run
@@ -224,20 +223,23 @@ def test_options_that_a_served_teacher_has_not_are_refused(argv, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_served_teacher_is_refused_without_the_add_on_that_asks_servers(monkeypatch):
+    monkeypatch.setattr("dschat_lora.addons.distill.options.installed", dict)
+    argv = f"--teacher_model_name_or_path http://a:1 --distill_loss {SHORT['distill_loss']}"
+    with pytest.raises(ValueError, match="of a server needs the add-on engines, which is not in"):
+        check_rlhf(parse_config(DistillConfig, argv.split()))
+
+
 @pytest.mark.stage
 @pytest.mark.parametrize(
     "more",
     [pytest.param({}, marks=pytest.mark.thorough), {"teacher_system_prompt": "Be kind."}],
     ids=["the student's prompts", "prompts of its own"],
 )
-def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, monkeypatch, more):
+def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, built, more):
     teacher = write_run(tmp_path / "teacher", seed=3)
     own = dl.distill(data=ROWS, teacher=str(teacher), **more, **SHORT)
-    built = []
-    build = build_engines
-    monkeypatch.setattr(
-        "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
-    )
+    built.clear()
     with served("base", teacher) as address:
         run = dl.distill(
             data=ROWS, teacher=f"{address}/v1#teacher", output_dir=tmp_path / "run", **more, **SHORT

@@ -26,7 +26,6 @@ from dschat_lora.data.samples import SequenceSample
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
-from dschat_lora.rl.loop.build import build_engines
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.options.config import RlhfConfig
@@ -151,6 +150,7 @@ def test_the_reference_alone_reads_the_teachers_prompt():
     assert read == {"actor": [[3, 5, 6]], "reference": [[9, 9, 3, 5, 6]]}
 
 
+@pytest.mark.smoke
 def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     ignored = -100
     ids, labels = [4, 5, 6, 7, 8, 9], [ignored, ignored, 6, ignored, 8, ignored]
@@ -164,6 +164,7 @@ def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     assert answer_of(whole).actor_mask == ()
 
 
+@pytest.mark.smoke
 def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student():
     mask = torch.tensor([[True, True], [True, False]])
     student = torch.tensor([[-1.0, -2.0], [-0.5, 7.0]])
@@ -243,13 +244,8 @@ def stop_at(last):
 
 
 @pytest.mark.stage
-def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, monkeypatch, tmp_path):
+def test_a_student_comes_near_its_teacher_and_shares_its_base(sft, built, tmp_path):
     student, teacher = sft
-    built = []
-    build = build_engines
-    monkeypatch.setattr(
-        "dschat_lora.rl.loop.train.build_engines", lambda setup: built.append(setup) or build(setup)
-    )
     options = {**SHORT, "max_steps": 12, "per_device_generation_batch_size": 8}
     options |= {"per_device_training_batch_size": 8, "rewards": [brevity]}
     run = dl.distill(student, ROWS, teacher=teacher, output_dir=tmp_path / "out", **options)
@@ -303,13 +299,8 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(sft, tmp_path, monkeypatch, opti
 
 
 @pytest.mark.stage
-def test_a_teacher_of_four_bits_has_a_base_of_its_own(sft, monkeypatch):
+def test_a_teacher_of_four_bits_has_a_base_of_its_own(sft, built):
     student, teacher = sft
-    found = []
-    build = build_engines
-    monkeypatch.setattr(
-        "dschat_lora.rl.loop.train.build_engines", lambda setup: found.append(setup) or build(setup)
-    )
     dl.distill(student, ROWS, teacher=teacher, teacher_bits=4, **{**SHORT, "max_steps": 1})
-    assert found[0].models.roles.reference.base_bits == 4
-    assert found[0].models.roles.actor.base_bits == 16
+    roles = built[0].models.roles
+    assert (roles.reference.base_bits, roles.actor.base_bits) == (4, 16)

@@ -20,6 +20,7 @@ SERVED = ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"]
 GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -131,6 +132,7 @@ def test_addresses_that_are_none_are_refused_in_one_line(address):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.smoke
 def test_addresses_may_have_names_numbers_ports_and_paths():
     typed = "http://127.0.0.1:8000/v1, https://[::1]:80/v1/,http://my_host/a/b,http://my_host/a/b/"
     expected = ("http://127.0.0.1:8000", "https://[::1]:80", "http://my_host/a/b")

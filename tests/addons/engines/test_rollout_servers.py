@@ -184,15 +184,31 @@ def with_reply(**changes):
     return fault
 
 
-def hang(handler, body, number):
-    time.sleep(1.0)
-    return False
+def slow(seconds):
+    """A fault: answers are right, and late."""
+
+    def fault(handler, body, number):
+        time.sleep(seconds)
+        return False
+
+    return fault
 
 
 def drop(handler, body, number):
     handler.close_connection = True
     handler.connection.close()
     return True
+
+
+@pytest.fixture
+def state():
+    """What a server of the fault ``down`` fails for, until it is cleared."""
+    return {"down": True}
+
+
+@pytest.fixture
+def down(state):
+    return lambda *request: "down" in state and drop(*request)
 
 
 def replying(content, status=200):
@@ -234,7 +250,7 @@ def cut_short(handler, body, number):
 NAN = {"token_logprobs": [float("nan"), -1.0]}
 FAULTS = {
     "closes the connection": (drop, ""),
-    "hangs": (hang, "no answer came within 0.2 seconds"),
+    "hangs": (slow(1.0), "no answer came within 0.2 seconds"),
     "trickles": (trickle, "no answer came within 0.2 seconds"),
     "nested too deeply": (replying(b"[" * 200_000), "maximum recursion depth"),
     "no JSON": (replying(b"<html>"), "no choices with token_ids"),
@@ -256,11 +272,7 @@ def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
     fault, words = FAULTS[name]
     timeout = 0.2 if name in ("hangs", "trickles") else 5.0
 
-    def slow(handler, body, number):  # so that the other one is asked often enough
-        time.sleep(0.05)
-        return False
-
-    good, bad = Fake(slow), Fake(fault)
+    good, bad = Fake(slow(0.05)), Fake(fault)
     with servers(good, bad, timeout=timeout, patience=0.0) as (found, said):
         check(found.begin(BODIES)())
         assert bad.asked > 0
@@ -272,17 +284,23 @@ def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
         assert bad.asked == asked
 
 
-def test_single_failures_are_tried_again():
-    def often(handler, body, number):
-        return number % 3 == 0 and (drop if number % 2 else replying(b"{"))(handler, body, number)
+PASSING = {
+    "single failures": lambda handler, body, number: (
+        number % 3 == 0 and (drop if number % 2 else replying(b"{"))(handler, body, number)
+    ),
+    "replies that Python cannot read": garbage,
+    "two failures": lambda handler, body, number: number <= 2 and drop(handler, body, number),
+    "no room": lambda handler, body, number: (
+        number < 9 and replying({"error": "queue"}, 429)(handler, body, number)
+    ),
+}
 
-    with servers(Fake(often)) as (found, said):
-        check(found.begin(BODIES)())
-        assert said == []
 
-
-def test_replies_that_python_cannot_read_are_failures_like_others():
-    with servers(Fake(garbage)) as (found, said):
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", PASSING)
+def test_what_passes_loses_no_server(name):
+    patience = 0.0 if name in ("two failures", "no room") else 0.3
+    with servers(Fake(PASSING[name]), patience=patience) as (found, said):
         check(found.begin(BODIES)())
         assert said == []
 
@@ -309,15 +327,6 @@ def test_the_key_is_that_for_rollouts_alone(monkeypatch):
         monkeypatch.setenv("ROLLOUT_API_KEY", "secret")
         check(found.begin(BODIES)())
         assert fake.keys == {None, "Bearer secret"}
-
-
-def test_two_failures_are_too_few_to_give_a_server_up():
-    def at_first(handler, body, number):
-        return number <= 2 and drop(handler, body, number)
-
-    with servers(Fake(at_first), patience=0.0) as (found, said):
-        check(found.begin(BODIES)())
-        assert said == []
 
 
 def test_where_no_server_is_left_the_error_names_each_and_why():
@@ -388,11 +397,7 @@ def test_answers_beyond_those_that_are_needed_are_given_up_too():
 
 
 def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
-    def slow(handler, body, number):
-        time.sleep(0.1)
-        return False
-
-    with servers(fake := Fake(slow)) as (found, said):
+    with servers(fake := Fake(slow(0.1))) as (found, said):
         wait = found.begin(BODIES)
         found.load({"adapter": "/somewhere", "next": "/elsewhere"})
         check(found.begin([{**body, "model": "next"} for body in BODIES])())
@@ -403,17 +408,12 @@ def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
         assert said == []
 
 
-def test_what_a_lost_server_left_is_drawn_when_it_is_back():
-    state = {"down": True}
-
-    def down(handler, body, number):
-        return state["down"] and drop(handler, body, number)
-
+def test_what_a_lost_server_left_is_drawn_when_it_is_back(state, down):
     with servers(fake := Fake(down), patience=0.0) as (found, said):
         wait = found.begin(BODIES)
         while not found.lost:
             time.sleep(0.01)
-        state["down"] = False
+        state.clear()
         fake.loaded.clear()
         found.load({"adapter": "/somewhere", "next": "/elsewhere"})
         assert sorted(fake.loaded) == ["adapter", "next"]
@@ -422,11 +422,7 @@ def test_what_a_lost_server_left_is_drawn_when_it_is_back():
 
 
 def test_closing_ends_what_is_being_drawn_without_a_word():
-    def hang_long(handler, body, number):
-        time.sleep(1.5)
-        return False
-
-    with servers(fake := Fake(hang_long), patience=0.0) as (found, said):
+    with servers(fake := Fake(slow(1.5)), patience=0.0) as (found, said):
         found.begin(BODIES)
         while fake.asked < 3:
             time.sleep(0.01)
@@ -487,15 +483,6 @@ def test_vllm_and_sglang_share_prompts_and_nonsense_of_one_loses_it():
         assert good.asked >= len(BODIES) - bad.asked
 
 
-def test_a_full_server_is_waited_for():
-    def full(handler, body, number):
-        return number < 9 and replying({"error": "queue"}, 429)(handler, body, number)
-
-    with servers(Fake(full), patience=0.0) as (found, said):
-        check(found.begin(BODIES)())
-        assert said == []
-
-
 def test_a_server_that_was_started_again_gets_the_adapter_again():
     def forgetful(handler, body, number):
         if number == 5:
@@ -510,21 +497,12 @@ def test_a_server_that_was_started_again_gets_the_adapter_again():
         assert said == []
 
 
-def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next():
-    state = {"down": True}
-
-    def down(handler, body, number):
-        return state["down"] and drop(handler, body, number)
-
-    def slow(handler, body, number):
-        time.sleep(0.05)
-        return False
-
-    good, bad = Fake(slow), Fake(down)
+def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next(state, down):
+    good, bad = Fake(slow(0.05)), Fake(down)
     with servers(good, bad, patience=0.0) as (found, said):
         check(found.begin(BODIES)())
         assert found.lost.keys() == {bad.address}
-        state["down"] = False
+        state.clear()
         found.load({"next": "/elsewhere"})
         assert found.lost == {}
         assert said[-1] == f"{bad.address} is back"

@@ -60,6 +60,7 @@ class Run:
         return found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("most", "versions"),
     [(1, [0, 0, 1, 2, 3, 4]), (2, [0, 0, 0, 1, 2, 3]), (9, [0, 0, 0, 0, 0, 0])],
