@@ -81,7 +81,6 @@ def sft(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -209,7 +208,6 @@ def sft(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -322,7 +320,6 @@ def reward(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -432,7 +429,6 @@ def reward(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -549,7 +545,6 @@ def dpo(
     weight_decay: float = 0.0,
     layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
-    lr_probe: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
     target_modules: str | Sequence[str] = ('all-linear',),
@@ -566,8 +561,6 @@ def dpo(
     share_prompt: bool = True,
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.5,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
     length_normalization: bool = False,
     rpo_alpha: float = 0.0,
     precompute_ref_log_probs: bool = True,
@@ -605,6 +598,8 @@ def dpo(
     eval_tasks_limit: int = 0,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
     allow_image_urls: bool = False,
     max_image_pixels: int = 50000000,
     train_vision: bool = False,
@@ -667,7 +662,6 @@ def dpo(
         weight_decay (float): decoupled weight decay; biases and norms exempt
         layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lr_probe (int): SFT and reward models: before the run, at most this many optimizer steps of short trials (60) find the rate of the adapters or, without them, of base weights; 0: none
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
@@ -684,8 +678,6 @@ def dpo(
         share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
         label_smoothing (float): share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)
         simpo_gamma (float): simpo: by how much the chosen answer's reward is to be the larger one
-        desirable_weight (float): kto: weight of the loss of good answers
-        undesirable_weight (float): kto: weight of the loss of bad answers
         length_normalization (bool): compare log-ratios per token instead of per answer; ipo, orpo and simpo always do
         rpo_alpha (float): weight of the chosen answer's own loss per token, added to that of the pair
         precompute_ref_log_probs (bool): compute the reference's log-probabilities once, before training (no-: each time)
@@ -723,6 +715,8 @@ def dpo(
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
+        desirable_weight (float): kto: weight of the loss of good answers
+        undesirable_weight (float): kto: weight of the loss of bad answers
         allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
         max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
         train_vision (bool): adapt the linear layers of the part that sees and of its projector, too

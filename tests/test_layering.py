@@ -205,6 +205,9 @@ FLOORS = [
             "h11 llguidance starlette torch uvicorn",
             "addon config verbs endpoint.sockets",
         ),
+        "addons.kto": Room(
+            "algos config data engine models supervised", "numpy torch", "addon options"
+        ),
         "addons.streaming": Room(
             "algos config data engine report rl.draw rl.loop runtime supervised",
             "datasets huggingface_hub numpy pyarrow",
@@ -290,7 +293,7 @@ SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.infer
 VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "addons.audit.config", "addons.audit.python", "addons.audit.verbs"),
-    *("addons.demo.demo", "addons.evaluation.options", "addons.report.html"),
+    *("addons.demo.demo", "addons.evaluation.options", "addons.report.verbs"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
     *(

@@ -16,6 +16,7 @@ _LIBRARIES = " ".join(
 )
 _SERVERS = "addons.engines.completions addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
+    "algos.kto": "addons.kto.loss",
     "algos.distillation": "addons.distill.divergence",
     "api.command_lines": "commands.train commands.verbs commands.stages "
     "addons.nlg.verbs addons.glue.verbs addons.planning.verbs addons.evaluation.verbs "
@@ -39,6 +40,7 @@ OLD_NAMES = {
     "data.stream": "addons.streaming.stream data.readers",
     "data.stream_loader": "addons.streaming.loader",
     "data.tar_rows": "addons.streaming.tar_rows",
+    "data.unpaired_batch": "addons.kto.batch",
     "generation.search": "generation.greedy addons.nlg.beam_search",
     "lora.deepspeed_chat": "addons.loralib.deepspeed_chat",
     "lora.loralib": "addons.loralib.loralib addons.loralib",
@@ -136,6 +138,7 @@ OLD_NAMES = {
     "runtime.sharing": "addons.publish.sharing",
     "supervised.best_of_n": "addons.evaluation.best_of_n",
     "supervised.harness": "addons.evaluation.harness",
+    "supervised.kto": "addons.kto.objective",
     "supervised.measure": "addons.evaluation.measure",
     "supervised.score": "addons.evaluation.score supervised.scorer supervised.inference",
     **{

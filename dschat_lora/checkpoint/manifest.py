@@ -15,7 +15,6 @@ from dschat_lora.config.staging import staged_file
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-_BLOCK = 2**20  # bytes read at a time
 _DTYPE = re.compile(r"[A-Z]+(\d*)")  # with the bits of a value; BOOL has a byte
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -235,11 +234,8 @@ def _has_files(content: Mapping[str, Any]) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _own_sha256(content: Mapping[str, Any]) -> str:

@@ -157,9 +157,6 @@ def with_verb_defaults(
     Each role that trains and has neither a rank, an adapter that it continues nor a checkpoint gets
     adapters of ``rank``. Where adapters alone train, the learning rate that was ``typed``, by
     default all that is given, is theirs, unless they have one of their own.
-
-    Raises:
-        ValueError: if the rate is to be found by ``--lr_probe`` too.
     """
     values, found = flatten(config), dict[str, Any]()
     if not values["num_train_epochs"]:
@@ -182,11 +179,6 @@ def with_verb_defaults(
             and of_adapter not in typed
             and values.get("lora_lr_multiplier") is None
         ):
-            if values.get("lr_probe"):
-                raise ValueError(
-                    f"--lr_probe {values['lr_probe']} finds the rate that --{rate} "
-                    f"{values[rate]:g} gives; leave one out"
-                )
             found[of_adapter] = values[rate]
     return with_options(config, found) if found else config
 

@@ -25,6 +25,7 @@ ADDONS: Mapping[str, Names] = {
     "inspect": Names("inspect accept"),
     "trackers": Names(),
     "streaming": Names(),
+    "kto": Names(values="answer_loss=kto"),
     "images": Names(),
     "environments": Names(seams="environment"),
     "engines": Names(

@@ -27,6 +27,7 @@ SEAMS = (
     "reward_function",
     "reward_form",
     "algorithm",
+    "answer_loss",
     "options_file",
     "row_format",
     "row_file",
@@ -162,6 +163,13 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
             raise ValueError(f"--{seam} {value} is of the add-on {addon}, which is not installed")
     return ""
+
+
+def value_names(seam: str) -> tuple[str, ...]:
+    """The names under a seam, those of the package's add-ons that are not installed too."""
+    pairs = (each.split("=") for own in ADDONS.values() for each in own.values.split())
+    own = [name for key, name in pairs if key == seam]
+    return (*own, *(name for name in provided(seam) if name not in own))
 
 
 def written_by_addons() -> list[str]:

@@ -404,11 +404,6 @@ class OptimConfig(ScheduleConfig):
         help="end the run once this many evaluations in a row had no lower held-out loss than the "
         "lowest before; 0: never",
     )
-    lr_probe: int = option(
-        0,
-        help="SFT and reward models: before the run, at most this many optimizer steps of short "
-        "trials (60) find the rate of the adapters or, without them, of base weights; 0: none",
-    )
     default_lora_learning_rate: float | None = hidden(5e-4)  # None: that of base weights
     # of base weights and of adapters, by --learning_rate auto; None until the model is known
     ruled: tuple[float, float] | None = hidden(None)
@@ -420,7 +415,6 @@ class OptimConfig(ScheduleConfig):
         decay = self.layerwise_lr_decay
         require(0 < decay <= 1, "layerwise_lr_decay", decay, "in (0, 1]")
         require_numbers(self, ">= 0", "weight_decay", "early_stopping_patience")
-        require(self.lr_probe == 0 or self.lr_probe >= 10, "lr_probe", self.lr_probe, "0 or >= 10")
         if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
             raise ValueError(
                 f"--lora_learning_rate {self.lora_learning_rate:g} and --lora_lr_multiplier "

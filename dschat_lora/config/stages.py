@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dschat_lora.config.addons import addon_options, groups_of
+from dschat_lora.config.addons import addon_options, groups_of, provided_name, value_names
 from dschat_lora.config.data import DataConfig, parse_variables
 from dschat_lora.config.groups import (
     BatchConfig,
@@ -54,19 +54,23 @@ class RewardConfig:
             )
 
 
-LossType = Literal["sigmoid", "ipo", "hinge", "orpo", "simpo", "kto"]
-_DPO: tuple[LossType, ...] = ("sigmoid", "ipo", "hinge")
-_WITH_REFERENCE: tuple[LossType, ...] = (*_DPO, "kto")
+_DPO = ("sigmoid", "ipo", "hinge")
+PAIR_LOSSES = (*_DPO, "orpo", "simpo")
+# Losses of single answers that are good or bad, all of them with a reference.
+ANSWER_LOSSES = value_names("answer_loss")
+_WITH_REFERENCE = (*_DPO, *ANSWER_LOSSES)
+if TYPE_CHECKING:
+    LossType = str
+else:
+    LossType = Literal[(*PAIR_LOSSES, *ANSWER_LOSSES)]
 SIMPO_BETA = 2.0
 # Losses that an option is for, where it is not for all of them.
-LOSSES_OF_OPTION: Mapping[str, tuple[LossType, ...]] = {
+LOSSES_OF_OPTION: Mapping[str, tuple[str, ...]] = {
     "label_smoothing": ("sigmoid", "simpo"),
     "length_normalization": _DPO,
     "rpo_alpha": (*_DPO, "simpo"),
     "simpo_gamma": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-    "share_prompt": (*_DPO, "orpo", "simpo"),
+    "share_prompt": PAIR_LOSSES,
     "precompute_ref_log_probs": _WITH_REFERENCE,
     "offload_reference_model": _WITH_REFERENCE,
 }
@@ -83,9 +87,10 @@ class DpoConfig:
     )
     loss_type: LossType = option(
         "sigmoid",
-        help="loss of pairs, sigmoid being DPO's own, or of single answers: kto\nipo is IPO's "
-        "squared one, hinge SLiC's; orpo and simpo have no reference; kto takes answers that are "
-        "good or bad",
+        help="loss of pairs, sigmoid being DPO's own"
+        + "".join(f", or of single answers: {name}" for name in ANSWER_LOSSES)
+        + "\nipo is IPO's squared one, hinge SLiC's; orpo and simpo have no reference"
+        + "".join(f"; {name} takes answers that are good or bad" for name in ANSWER_LOSSES),
     )
     label_smoothing: float = option(
         0.0, help="share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)"
@@ -93,8 +98,6 @@ class DpoConfig:
     simpo_gamma: float = option(
         0.5, help="simpo: by how much the chosen answer's reward is to be the larger one"
     )
-    desirable_weight: float = option(1.0, help="kto: weight of the loss of good answers")
-    undesirable_weight: float = option(1.0, help="kto: weight of the loss of bad answers")
     length_normalization: bool = option(
         False,
         help="compare log-ratios per token instead of per answer; ipo, orpo and simpo always do",
@@ -111,7 +114,7 @@ class DpoConfig:
     def __post_init__(self) -> None:
         require_numbers(self, "> 0", "beta")
         require_numbers(self, ">= 0", "rpo_alpha", "simpo_gamma")
-        require_numbers(self, ">= 0", "desirable_weight", "undesirable_weight")
+        provided_name("answer_loss", self.loss_type)  # of what is installed
         smoothing = self.label_smoothing
         require(0 <= smoothing < 0.5, "label_smoothing", smoothing, "in [0, 0.5)")
 
@@ -123,7 +126,7 @@ class DpoConfig:
     @property
     def is_unpaired(self) -> bool:
         """Whether the loss is of single answers, and not of pairs."""
-        return self.loss_type == "kto"
+        return self.loss_type in ANSWER_LOSSES
 
 
 _FIXED_OF_ROLES = (
@@ -144,7 +147,7 @@ _FIXED = frozenset(
         *("label_smooth", "correct_bias", "decay_after_update", "scheduler_counts_micro_steps"),
         *("reward_loss", "center_rewards_coefficient", "share_prompt"),
         *("beta", "loss_type", "label_smoothing", "length_normalization", "rpo_alpha"),
-        *("simpo_gamma", "desirable_weight", "undesirable_weight"),
+        "simpo_gamma",
         *(f"{role}_{name}" for role in ("actor", "critic") for name in _FIXED_OF_ROLES),
         *("max_prompt_seq_len", "max_answer_seq_len", "num_generations", "ppo_epochs", "algorithm"),
         *("reward_function", "reward_scaling", "unsupervised_dataset_name", "enable_ema"),

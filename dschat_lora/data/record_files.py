@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dschat_lora.config.stages import ANSWER_LOSSES
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.messages import EmptyRowError
 from dschat_lora.data.readers import Line, RawRow, RowError, iter_unread
@@ -261,9 +262,9 @@ class RowFiles:
         found = mismatched(prompts[pool], seed=seed)[: len(own)]
         if (found < 0).any():
             raise ValueError(
-                f"{self.record(int(own[0])).location}: --loss_type kto needs answers to two "
-                "prompts or more, to estimate the KL divergence from those to other prompts; all "
-                "rows have this one"
+                f"{self.record(int(own[0])).location}: --loss_type {' or '.join(ANSWER_LOSSES)} "
+                "needs answers to two prompts or more, to estimate the KL divergence from those to "
+                "other prompts; all rows have this one"
             )
         return pool[found]
 

@@ -105,7 +105,6 @@ def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
         length = fitting_length(config.data.max_seq_len, source, config.given, rope_scaling=rope)
         config = replace(config, data=replace(config.data, max_seq_len=length))
         check_budget(config)
-        check_probe(config, rules)
         bundled = config.data.data_path != asked
         if bundled:
             check_bundled_data_fits(source, stage=rules.name)
@@ -258,24 +257,6 @@ def check_budget(config: SupervisedConfig) -> None:
             f"--tokens_per_device {tokens} is less than a row may take with --max_seq_len "
             f"{length}{both}; give {longest} or more, or lower --max_seq_len"
         )
-
-
-def check_probe(config: SupervisedConfig, rules: StageRules) -> None:
-    """Refuse ``--lr_probe`` where its losses say nothing, or beside the rate that it is to find."""
-    asked = f"--lr_probe {config.optim.lr_probe}"
-    if not config.optim.lr_probe:
-        return
-    if rules.name == "dpo":
-        raise ValueError(
-            f"{asked} is for SFT and reward models: the loss of dpo goes on falling at rates that "
-            "spoil the answers; dschat-lora tune dpo --metric accuracy compares whole runs"
-        )
-    values, adapts = flatten(config), config.lora.lora_dim > 0
-    for name in ("lora_learning_rate", "lora_lr_multiplier") if adapts else ("learning_rate",):
-        if name in config.given and values[name] not in (None, "auto"):
-            raise ValueError(
-                f"{asked} finds the rate that --{name} {values[name]:g} gives; leave one out"
-            )
 
 
 def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:

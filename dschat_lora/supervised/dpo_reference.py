@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.config.stages import DpoConfig
-from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.cache import load_or_build, read_content
 from dschat_lora.data.loader import Collator, PackedRow, assign_to_ranks, eval_batches
 from dschat_lora.data.samples import Samples, TokenSet
-from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import (
     broadcast_,
@@ -33,8 +31,7 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops
 from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.supervised.batching import BatchLayout, row_share, rows_of
-from dschat_lora.supervised.kto import kto_objective
-from dschat_lora.supervised.objectives import Network, Objective
+from dschat_lora.supervised.objectives import Network, Objective, answer_loss
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -65,14 +62,15 @@ def reference_logprobs(
     identity: Any,
     say: Callable[[str], None] = lambda line: None,
     unit: str = "pairs",
+    logprobs: Callable[[Network, Any], Tensor] = answer_logprobs,
 ) -> NDArray[np.float32]:
     """(len(pairs), 2) log-probabilities in nats of chosen and rejected answers, from the cache.
 
     What is not there is computed with ``engine``, over a ``CausalLMLogprobs``, as it is: so before
     anything is trained or restored. ``rows`` are of pair numbers, each of which is in one row;
     ``share`` is :func:`~dschat_lora.supervised.batching.row_share`'s. ``identity`` is what the
-    results depend on, JSON-ready; complete on rank 0. ``unit`` is what messages call a sample.
-    Call on every rank.
+    results depend on, JSON-ready; complete on rank 0. ``unit`` is what messages call a sample,
+    and ``logprobs`` gives those of both answers of a batch. Call on every rank.
     """
     text = json.dumps([identity, pairs.digest], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -84,7 +82,7 @@ def reference_logprobs(
         say(f"  reference    log-probabilities of {len(pairs):,} {unit} are computed ...")
     found = torch.tensor(float(known is not None), device=engine.device)
     if not broadcast_(found):
-        known = _compute(engine, pairs, rows, collate, batch_size, share)
+        known = _compute(engine, pairs, rows, collate, batch_size, share, logprobs)
         if broken := int((~np.isfinite(known)).any(1).sum()):
             raise ValueError(
                 f"the reference's log-probabilities of {broken:,} of {len(pairs):,} {unit} are "
@@ -105,6 +103,7 @@ def _compute(
     collate: Collator,
     batch_size: int,
     share: Mapping[str, int],
+    logprobs: Callable[[Network, Any], Tensor],
 ) -> NDArray[np.float32]:
     engine.eval()
     shares = share["world_size"]
@@ -113,19 +112,12 @@ def _compute(
     values = torch.zeros(len(pairs), 2, device=engine.device)
     for own_rows, batch in zip(numbered[share["rank"] :: shares], batches, strict=True):
         numbers = [number for row in own_rows for number in row]
-        logprobs = _both_logprobs(engine, batch.to(engine.device))
+        found = logprobs(engine, batch.to(engine.device))
         if batch.num_samples:
-            values[numbers] = torch.stack(logprobs.chunk(2), dim=1)
+            values[numbers] = torch.stack(found.chunk(2), dim=1)
     # Each pair was counted on one rank, so the sum is a collection.
     collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
     return collected
-
-
-def _both_logprobs(engine: Network, batch: PairBatch | UnpairedBatch) -> Tensor:
-    """(2 P,) of the two answers of each sample."""
-    if isinstance(batch, PairBatch):
-        return answer_logprobs(engine, batch)
-    return torch.cat([answer_logprobs(engine, each) for each in (batch.answers, batch.mismatched)])
 
 
 def _read(directory: Path, size: int) -> NDArray[np.float32] | None:
@@ -143,9 +135,7 @@ def _write(directory: Path, values: NDArray[np.float32] | None) -> dict[str, Any
 
 
 @torch.no_grad()
-def logprobs_at(
-    snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: PairBatch | AnswerBatch
-) -> Tensor:
+def logprobs_at(snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: Any) -> Tensor:
     """Log-probabilities of a batch's answers as they were then, (2 P,) of pairs; on every rank.
 
     Dropout is off, whatever the engine's mode.
@@ -182,13 +172,15 @@ def make_reference(
     data, config = setup.data, setup.config
     if not dpo.has_reference:
         return Reference(dpo_objective(dpo), data.train, data.eval)
-    make_objective = kto_objective if dpo.is_unpaired else dpo_objective
-    # KTO's divergence takes a forward pass of its own.
-    passes = int(dpo.is_unpaired)
+    loss, make_objective = answer_loss(dpo), partial(dpo_objective, dpo)
+    # The divergence of a loss of single answers takes a forward pass of its own.
+    passes = 0 if loss is None else 1
+    if loss is not None:
+        make_objective = partial(loss.make_objective, config)
     if not dpo.precompute_ref_log_probs:
         trained = [p for p in setup.adapted.model.parameters() if p.requires_grad]
         return Reference(
-            make_objective(dpo, partial(logprobs_at, Snapshot(trained), engine)),
+            make_objective(partial(logprobs_at, Snapshot(trained), engine)),
             data.train,
             data.eval,
             partial(_forward_flops, engine, passes=1 + 2 * passes),
@@ -201,7 +193,8 @@ def make_reference(
         share=row_share(setup),
         cache=cache_directory(config.data),
         say=setup.run.log.say,
-        unit="answers" if dpo.is_unpaired else "pairs",
+        unit="pairs" if loss is None else "answers",
+        logprobs=answer_logprobs if loss is None else loss.logprobs,
         identity=[
             *(setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")),
             config_fingerprint(setup.adapted.model.config),
@@ -216,7 +209,7 @@ def make_reference(
     )
     train = trained[0] if trained else data.train
     extra = partial(_forward_flops, engine, passes=passes) if passes else None
-    return Reference(make_objective(dpo, lambda batch: batch.reference), train, held_out, extra)
+    return Reference(make_objective(lambda batch: batch.reference), train, held_out, extra)
 
 
 def _forward_flops(engine: TrainEngine[BackboneModel], counts: StepCounts, *, passes: int) -> Flops:

@@ -1,5 +1,7 @@
 """What a supervised run would do, in the lines of ``--dry_run``."""
 
+from collections.abc import Callable
+
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import (
     PairConfig,
@@ -7,7 +9,6 @@ from dschat_lora.config.stages import (
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import Collator, SampleCounts, StepLoader, Tail
 from dschat_lora.data.rows import DataKind
-from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import step_flops
@@ -22,8 +23,13 @@ from dschat_lora.supervised.setup import SupervisedSetup
 from dschat_lora.supervised.train import size_warnings
 
 
-def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None = None) -> None:
-    """Say what the run would do; call on every rank.
+def show_plan(
+    setup: SupervisedSetup,
+    kind: DataKind,
+    pairs: PairConfig | None = None,
+    collator: Callable[[int], Collator] | None = None,
+) -> None:
+    """Say what the run would do; call on every rank. ``collator`` is that of another loss's rows.
 
     The model is taken to keep the sequences of a row apart: a run looks at its weights.
     """
@@ -34,7 +40,9 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
         say_sample(run, config.data, setup.tokenizer, kind)
         say_options(run)
         return
-    loader = train_loader(setup, setup.data.train, _planned_layout(setup, kind, pairs))
+    loader = train_loader(
+        setup, setup.data.train, _planned_layout(setup, pairs, collator or SampleCollator)
+    )
     assert isinstance(loader, StepLoader)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     check_repeats(config.data, setup.data.times, schedule)
@@ -52,15 +60,13 @@ def show_plan(setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None =
 
 
 def _planned_layout(
-    setup: SupervisedSetup, kind: DataKind, pairs: PairConfig | None
+    setup: SupervisedSetup, pairs: PairConfig | None, collator: Callable[[int], Collator]
 ) -> BatchLayout:
     pad_id, packing = int(setup.tokenizer.pad_token_id), setup.config.data.packing
-    collate: Collator = SampleCollator(pad_id)
+    collate = collator(pad_id)
     if pairs is not None:
         layout: PairLayout = "shared" if pairs.share_prompt else "separate"
         collate = PairCollator(pad_id, layout, tight=True)
-    elif kind == "unpaired":
-        collate = UnpairedCollator(pad_id)
     fills_rows = packing or pairs is not None
     return BatchLayout(collate, packing, setup.config.max_row_tokens if fills_rows else None)
 

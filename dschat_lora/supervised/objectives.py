@@ -4,13 +4,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import GroupSums
+from dschat_lora.config.addons import load, provided
+from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import Batch
+from dschat_lora.data.loader import Collator
 
 # An engine or module, called as the stage's network is.
 Network = Callable[..., Any]
@@ -64,6 +67,27 @@ def _counted_once(loss: Callable[[Any, Any], BatchLoss], engine: Any, batch: Any
         return result
     nll = None if result.chosen_nll is None else 0.0 * result.chosen_nll
     return BatchLoss(0.0 * result.total, {n: c[:0] for n, c in result.columns.items()}, nll)
+
+
+class AnswerLoss(NamedTuple):
+    """A loss of single answers that are good or bad, which an add-on provides by its name."""
+
+    collator: Callable[[int], Collator]  # of a padding token's id, for a dry run
+    # how samples lie in rows, from a setup and its engine; called on every rank
+    make_layout: Callable[[Any, Any], Any]
+    # from the stage's options, and what gives a batch's log-probabilities under the reference
+    make_objective: Callable[[Any, Callable[[Any], Tensor]], Objective]
+    # (2 P,) of a batch's answers, and of those that they are compared with
+    logprobs: Callable[[Network, Any], Tensor]
+    begin: Callable[[Any], None]  # says what is to be known of a setup's data
+
+
+def answer_loss(config: DpoConfig) -> AnswerLoss | None:
+    """What ``--loss_type`` names; None where that is a loss of pairs."""
+    found: AnswerLoss | None = None
+    if config.is_unpaired:
+        found = load(provided("answer_loss")[config.loss_type])
+    return found
 
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:

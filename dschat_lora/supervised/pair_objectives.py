@@ -14,7 +14,6 @@ from dschat_lora.algos.reference_free import odds_ratio_loss, simpo_loss
 from dschat_lora.algos.reward import bradley_terry_loss, per_token_loss
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairBatch
-from dschat_lora.data.unpaired_batch import AnswerBatch
 from dschat_lora.supervised.objectives import BatchLoss, Columns, Network, Objective, mean_of
 
 # Log-ratios of the untrained policy differ by rounding alone.
@@ -125,8 +124,11 @@ def dpo_objective(
     return Objective(loss, "num_samples", describe_lengths, "accuracy")
 
 
-def answer_logprobs(engine: Network, batch: PairBatch | AnswerBatch) -> Tensor:
-    """Log-probabilities in nats of a batch's answers, (2 P,) of pairs, summed over their tokens."""
+def answer_logprobs(engine: Network, batch: Any) -> Tensor:
+    """Log-probabilities in nats of a batch's answers, (2 P,) of pairs, summed over their tokens.
+
+    ``batch`` is a ``PairBatch``, or has its fields.
+    """
     logprobs: Tensor = engine(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,

@@ -18,7 +18,7 @@ from dschat_lora.supervised.batching import (
     resolve_head,
 )
 from dschat_lora.supervised.dpo_reference import make_reference
-from dschat_lora.supervised.kto import make_unpaired_layout, say_balance
+from dschat_lora.supervised.objectives import answer_loss
 from dschat_lora.supervised.pair_objectives import reward_objective
 from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
 from dschat_lora.supervised.train import make_answers, train
@@ -58,23 +58,25 @@ def train_reward(run: OpenRun[RewardStageConfig]) -> None:
 def train_dpo(run: OpenRun[DpoStageConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     dpo = run.config.dpo
-    kind: DataKind = "unpaired" if dpo.is_unpaired else "pairs"
+    loss = answer_loss(dpo)
+    kind: DataKind = "pairs" if loss is None else "unpaired"
     setup = set_up(run, phase=2, kind=kind, task="CAUSAL_LM")
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 
-        show_plan(setup, kind, None if dpo.is_unpaired else run.config.pairs)
+        pairs = run.config.pairs if loss is None else None
+        show_plan(setup, kind, pairs, None if loss is None else loss.collator)
         return
-    if dpo.is_unpaired:
-        say_balance(setup, dpo)
-    else:
+    if loss is None:
         note_unused_margins(setup)
+    else:
+        loss.begin(setup)
     engine = build_engine(setup, CausalLMLogprobs(setup.adapted.model))
     resolve_head(engine, len(setup.tokenizer), run)
-    if dpo.is_unpaired:
-        layout = make_unpaired_layout(setup, engine)
-    else:
+    if loss is None:
         layout = make_pair_layout(setup, engine, run.config.pairs)
+    else:
+        layout = loss.make_layout(setup, engine)
     reference = make_reference(setup, engine, layout, dpo)
     train(
         setup,

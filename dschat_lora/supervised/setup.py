@@ -118,7 +118,7 @@ def set_up(
     check_divided_rows(config.model, fields, config.parallel.context_parallel_size)
     length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)
     config = replace(config, data=replace(config.data, max_seq_len=length))
-    if config.optim.learning_rate == "auto" or config.optim.lr_probe:
+    if config.optim.learning_rate == "auto":
         config = replace(config, optim=_ruled(config, model_config, run))
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, base=source.base)
@@ -177,10 +177,7 @@ def _ruled(
     rates = ruled_rates(kind, width, stage=run.stage, lora=config.lora)
     optim = replace(config.optim, ruled=(rates.base, rates.adapter))
     rate = adapter_learning_rate(optim) if config.lora.lora_dim else rates.base
-    by = "--learning_rate auto"
-    if optim.lr_probe:
-        rate, by = rates.adapter, "rule, from which --lr_probe starts"
-    run.log.say(f"  rate         {rate:.3g} by {by}: {rates.reason}")
+    run.log.say(f"  rate         {rate:.3g} by --learning_rate auto: {rates.reason}")
     run.record.update({"rates": rates._asdict()})
     return optim
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -52,9 +51,7 @@ from dschat_lora.supervised.loop import (
     TrainSchedule,
     fit,
     make_train_schedule,
-    seeded_windows,
 )
-from dschat_lora.supervised.lr_probe import ProbedRates, with_probed_rate
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -101,17 +98,8 @@ def train(
     parts: dict[str, Stateful] = {"progress": progress, "evaluation": evaluator.results}
     if answers is not None:
         parts["answers"] = answers.answers
-    probed = ProbedRates()
-    parts |= {"lr_probe": probed} if config.optim.lr_probe else {}
     checkpointer = _make_checkpointer(setup, engine, loader, parts, on_checkpoint)
     checkpointer.restore(num_steps=schedule.num_steps)
-    setup = with_probed_rate(
-        setup,
-        engine,
-        lambda steps: islice(seeded_windows(loader, schedule, seed=config.run.seed), steps),
-        objective,
-        found=probed,
-    )
     if answers is not None:
         answers.show("before")
 

@@ -9,6 +9,7 @@ import dschat_lora  # noqa: F401 - whose finder has to be there
 
 # What users could import, by the module that had it.
 FORMER = {
+    "algos.kto": "clamped_kl kto_loss",
     "api.command_lines": (
         "run_stage stage run_nlg run_glue launched plan tune audit merge generate evaluate demo"
     ),
@@ -61,6 +62,7 @@ FORMER = {
         "Blocks Packer Stream StreamLoader StreamedRows Taken block_seed describe_sources"
     ),
     "data.tar_rows": "tar_rows",
+    "data.unpaired_batch": "AnswerBatch UnpairedBatch UnpairedCollator",
     "endpoint.answers": (
         "BusyError StoppedError TooLongError UnsupportedError Emit AnswerSource fitting "
         "RequestAnswers AnswerResponse"
@@ -313,6 +315,10 @@ FORMER = {
     "supervised.harness": (
         "DEFAULT_POSITIONS DEFAULT_NEW_TOKENS ItemT ValueT Request measure_tasks Tasks "
         "find_tasks HarnessModel"
+    ),
+    "supervised.kto": (
+        "Reference make_unpaired_layout kto_objective estimate_kl kto_batch_loss means_by_label "
+        "say_balance balance_warning"
     ),
     "supervised.measure": (
         "ROWS_AT_A_TIME T Judge Pairs evaluate_model show_measures score_rows "

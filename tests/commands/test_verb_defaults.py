@@ -170,12 +170,6 @@ def test_a_rate_without_effect_is_noted_where_nothing_else_is_said(checked, caps
         checked("verb", "rlhf", words)
 
 
-def test_a_rate_that_is_to_be_found_is_not_given_too(checked):
-    message = "--lr_probe 20 finds the rate that --learning_rate 0.001 gives; leave one out"
-    with pytest.raises(ValueError, match=message):
-        checked("verb", "sft", "--lr_probe 20 --learning_rate 1e-3")
-
-
 @pytest.mark.parametrize("words", ["--target_modules q_proj", "--base_bits 4"])
 def test_options_of_adapters_need_no_rank_in_verbs(checked, launched, words):
     assert checked("verb", "sft", words).lora.lora_dim == 16

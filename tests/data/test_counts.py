@@ -15,7 +15,9 @@ from dschat_lora.data.samples import (
     UnpairedSample,
     write_samples,
 )
-from dschat_lora.data.unpaired_batch import UnpairedCollator
+from helpers.addons import of_addon
+
+UNPAIRED = of_addon("kto.batch:UnpairedCollator")
 
 CAPACITY = 30
 SIZE = 23
@@ -51,7 +53,6 @@ def unpaired():
 
 
 CASES = {
-    "unpaired": (unpaired, UnpairedCollator(0, 4)),
     "samples": (samples, SampleCollator(0)),
     "samples, rounded": (samples, SampleCollator(0, multiple_of=4)),
     **{
@@ -60,6 +61,8 @@ CASES = {
         for tight in (False, True)
     },
 }
+if UNPAIRED:
+    CASES["unpaired"] = unpaired, UNPAIRED[0](0, 4)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -131,8 +134,8 @@ def test_a_window_counts_the_batches_of_all_ranks(case, world_size, kind):
 def test_a_stored_set_is_counted_as_its_samples_are(case, tmp_path, size):
     data, collate = case
     data = (data * (size // SIZE + 1))[:size]  # more than one part of a file
-    kinds = {PairCollator: "pairs", UnpairedCollator: "unpaired", SampleCollator: "samples"}
-    kind = kinds[type(collate)]
+    kinds = {PairCollator: "pairs", SampleCollator: "samples"}
+    kind = kinds.get(type(collate), "unpaired")
     write_samples(tmp_path / "set.arrow", data, kind)
     whole = TokenSet.read(tmp_path / "set.arrow", kind)
     stored = collate.counts(whole)

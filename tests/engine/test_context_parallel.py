@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from dschat_lora.config.addons import installed
+
 pytestmark = pytest.mark.stage
 # Eight rows of a step in two micro-batches, clipped at most steps.
 RUN = {"accumulation": 2, "max_grad_norm": 0.3, "steps": 3, "packing": True, "want_gradient": True}
@@ -56,13 +58,16 @@ OBJECTIVES = {
     "dpo": {"task": "dpo", "options": {"beta": 0.3, "rpo_alpha": 0.1}},
     "dpo on the fly": {"task": "dpo", "options": {"beta": 0.3}, "on_the_fly": True},
     "orpo": {"task": "dpo", "options": {"loss_type": "orpo", "beta": 0.7}},
-    "kto": {"task": "dpo", "options": {"loss_type": "kto", "beta": 1.0}},
-    "kto on the fly": {
-        "task": "dpo",
-        "options": {"loss_type": "kto", "beta": 1.0},
-        "on_the_fly": True,
-    },
 }
+if "kto" in installed():
+    OBJECTIVES |= {
+        "kto": {"task": "dpo", "options": {"loss_type": "kto", "beta": 1.0}},
+        "kto on the fly": {
+            "task": "dpo",
+            "options": {"loss_type": "kto", "beta": 1.0},
+            "on_the_fly": True,
+        },
+    }
 LAYOUTS = [
     {"context_parallel": 2},
     {"context_parallel": 2, "stage": 2, "layout": "separate"},

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from dschat_lora.config.addons import installed
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_parameters, lora_layers
 from helpers.pair_runs import (
@@ -39,16 +40,19 @@ KINDS = {
     "dpo on the fly": {"task": "dpo", "options": {"beta": 0.3}, "on_the_fly": True},
     # Its two parts are means over two counts, of unlike shares in each micro-batch.
     "orpo": {"task": "dpo", "options": {"loss_type": "orpo", "beta": 0.7}},
-    "kto": {
-        "task": "dpo",
-        "options": {"loss_type": "kto", "beta": 0.5, "undesirable_weight": 1.4},
-    },
-    "kto on the fly": {
-        "task": "dpo",
-        "options": {"loss_type": "kto", "beta": 0.5, "undesirable_weight": 1.4},
-        "on_the_fly": True,
-    },
 }
+if "kto" in installed():
+    KINDS |= {
+        "kto": {
+            "task": "dpo",
+            "options": {"loss_type": "kto", "beta": 0.5, "undesirable_weight": 1.4},
+        },
+        "kto on the fly": {
+            "task": "dpo",
+            "options": {"loss_type": "kto", "beta": 0.5, "undesirable_weight": 1.4},
+            "on_the_fly": True,
+        },
+    }
 
 
 # ---------------------------------------------------------------------------- the plain loop
@@ -281,7 +285,7 @@ def architecture(kind, full=False):
     return "opt" if kind in ("per_token", "dpo", "orpo", "kto") and not full else "llama"
 
 
-SOME = KINDS if ALL else ("bradley_terry", "dpo on the fly", "kto")
+SOME = KINDS if ALL else [n for n in KINDS if n in ("bradley_terry", "dpo on the fly", "kto")]
 CASES = [(kind, False) for kind in SOME] + [("bradley_terry", True), ("dpo", True)] * ALL
 # Of two processes the last has no pair in an epoch's last step, in no micro-batch.
 WITHOUT_PAIRS = {"case": ("bradley_terry", False), "size": 2, "shape": 1, "stage": 3}

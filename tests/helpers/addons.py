@@ -11,6 +11,11 @@ of_the_whole = pytest.mark.skipif(
 )
 
 
+def with_addon(name):
+    """A mark of tests that need an add-on of the package."""
+    return pytest.mark.skipif(name not in installed(), reason=f"the add-on {name} is not there")
+
+
 # What add-ons write beside what a run of the trunk does.
 PAGES = {"report.html"} if "report" in installed() else set()
 

@@ -1,6 +1,7 @@
 """What the processes of :class:`helpers.ranks.Ranks` do with pairs: reward models and DPO."""
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import numpy as np
 import torch
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
-from dschat_lora.config.stages import DpoConfig, RewardConfig
+from dschat_lora.config.options import build_config
+from dschat_lora.config.stages import DpoConfig, DpoStageConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.loader import StepLoader, eval_batches, make_rows
 from dschat_lora.data.samples import PairSample, TokenSet, UnpairedSample, write_samples
-from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.state import EngineState
@@ -24,8 +25,8 @@ from dschat_lora.models.loading import load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
-from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.objectives import answer_loss
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective, reward_objective
 from helpers.runs import (
     LORA,
@@ -134,10 +135,10 @@ def objective_of(task, options, model, engine, *, on_the_fly):
     reference = lambda batch: batch.reference  # noqa: E731
     if on_the_fly:
         reference = partial(logprobs_at, Snapshot(list(trained_of(model).values())), engine)
-    config = DpoConfig(**options)
-    if not config.has_reference:
-        return dpo_objective(config)
-    return (kto_objective if config.is_unpaired else dpo_objective)(config, reference)
+    config = build_config(DpoStageConfig, options)
+    if (loss := answer_loss(config.dpo)) is not None:
+        return loss.make_objective(config, reference)
+    return dpo_objective(config.dpo, reference if config.dpo.has_reference else None)
 
 
 def share_of(group):
@@ -191,15 +192,17 @@ def train_pairs(
     objective = objective_of(task, options or {}, model, engine, on_the_fly=on_the_fly)
     loss_type = (options or {}).get("loss_type")
     with tempfile.TemporaryDirectory() as directory, divided_rows(context_parallel) as group:
-        collate = PairCollator(0, layout, tight=group is not None, context=group)
+        collate, more = PairCollator(0, layout, tight=group is not None, context=group), {}
         if loss_type == "kto":
-            collate = UnpairedCollator(0, context=group)
+            loss = answer_loss(DpoConfig(loss_type=loss_type))
+            more["logprobs"] = loss.logprobs
+            collate = replace(loss.collator(0), context=group)
             samples = token_set(ragged_unpaired(pairs), directory, "unpaired")
         else:
             samples = token_set(ragged_pairs(pairs), directory)
         lengths, source = collate.counts(samples).positions, samples
         if task == "dpo" and loss_type not in ("orpo", "simpo") and not on_the_fly:
-            source = WithReference(samples, _reference(engine, samples, collate, directory))
+            source = WithReference(samples, _reference(engine, samples, collate, directory, **more))
         loader = pair_loader(
             source, lengths, collate, micro=micro, accumulation=accumulation, packing=packing
         )
@@ -233,7 +236,9 @@ def train_pairs_many(runs):
     return [train_pairs(**arguments) for arguments in runs]
 
 
-def _reference(engine, samples, collate, directory, *, packing=False, batch_size=3, identity="a"):
+def _reference(
+    engine, samples, collate, directory, *, packing=False, batch_size=3, identity="a", **more
+):
     lengths = collate.counts(samples).positions
     # One cache for all ranks, as a file system is.
     box = [str(directory)]
@@ -247,6 +252,7 @@ def _reference(engine, samples, collate, directory, *, packing=False, batch_size
         share=share_of(collate.context),
         cache=Path(box[0]),
         identity=identity if rank() == 0 else None,
+        **more,
     )
 
 

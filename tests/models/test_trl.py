@@ -16,17 +16,16 @@ from transformers import (
     OPTConfig,
 )
 
-from dschat_lora.algos.kto import clamped_kl
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.config.stages import DpoConfig
+from dschat_lora.config.options import flatten
+from dschat_lora.config.stages import DpoConfig, DpoStageConfig
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.samples import UnpairedSample
-from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs
-from dschat_lora.supervised.kto import kto_batch_loss, means_by_label
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
+from helpers.addons import with_addon
 from helpers.pairs import Answers
 from helpers.spread import ALL
 
@@ -389,8 +388,14 @@ def unpaired_of(batch):
         yield UnpairedSample(ids, others, own[1], int(label))
 
 
+@with_addon("kto")
 @pytest.mark.parametrize(("kind", "packed"), [("opt", True), ("llama", False)])
 def test_kto_is_trls(kind, packed, tmp_path):
+    from dschat_lora.addons.kto.batch import UnpairedCollator
+    from dschat_lora.addons.kto.loss import clamped_kl
+    from dschat_lora.addons.kto.objective import kto_batch_loss, means_by_label
+    from dschat_lora.addons.kto.options import KtoOptions
+
     weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
     trainer = kto_trainer(kind, tmp_path, beta=0.6, **weights)
     examples = [trainer.train_dataset[i] for i in range(len(LABELLED))]
@@ -402,13 +407,13 @@ def test_kto_is_trls(kind, packed, tmp_path):
     base = CausalLMLogprobs(tiny(kind))
     samples = list(unpaired_of(theirs))
     batch = UnpairedCollator(0)([samples] if packed else [[each] for each in samples])
-    network, config = CausalLMLogprobs(model), DpoConfig(loss_type="kto", beta=0.6, **weights)
+    network = CausalLMLogprobs(model)
     with torch.no_grad():
         reference = answer_logprobs(base, batch.answers)
         far = answer_logprobs(network, batch.mismatched) - answer_logprobs(base, batch.mismatched)
     kl = clamped_kl(far.sum(), torch.tensor(len(far)))
     logprobs = answer_logprobs(network, batch.answers)
-    result = kto_batch_loss(logprobs, reference, batch, kl, config)
+    result = kto_batch_loss(logprobs, reference, batch, kl, 0.6, KtoOptions(**weights))
     ours = result.total / batch.num_samples
     torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
     ours.backward()
@@ -422,6 +427,8 @@ def test_kto_is_trls(kind, packed, tmp_path):
         assert found[name] == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-5), name
 
 
+@with_addon("kto")
 def test_published_defaults_of_kto_are_trls():
+    found = flatten(DpoStageConfig())
     for name in ("beta", "desirable_weight", "undesirable_weight"):
-        assert getattr(DpoConfig(loss_type="kto"), name) == default_of(trl.KTOConfig, name)
+        assert found[name] == default_of(trl.KTOConfig, name)

@@ -174,7 +174,7 @@ ELSEWHERE = re.compile(
 # What documents call files of rows, as the README's or as pairs.
 ROWS = ("data.jsonl", "held_out.jsonl", "prompts.jsonl", "answers.jsonl", "questions.jsonl")
 PAIRS = ("pairs.jsonl", "output/sft/votes.jsonl")
-TUTORIALS = ("grpo_with_a_python_reward.md", "rl_with_tools.md", "quick_start.md")
+TUTORIALS = ("grpo_with_a_python_reward.md", "addons/environments.md", "quick_start.md")
 
 
 @pytest.mark.thorough

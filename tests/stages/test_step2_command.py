@@ -18,10 +18,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import accept_adapter
+from dschat_lora.config.addons import installed
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
-from helpers.addons import PAGES
+from helpers.addons import PAGES, with_addon
 from helpers.launcher import STEP1
 from helpers.spread import ALL
 from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl
@@ -275,6 +276,7 @@ def test_orpo_trains_without_a_reference_and_adds_its_two_means(home, command):
     assert f"cross-entropy of chosen answers {last['nll_loss']:.4f}" in ended.out
 
 
+@with_addon("kto")
 @pytest.mark.thorough
 @stage_test
 def test_kto_trains_on_labels_and_on_the_answers_of_pairs(home, command):
@@ -524,14 +526,6 @@ MISTAKES = [
     ("dpo", "--label_smoothing 0.7", ["--label_smoothing", "[0, 0.5)", "0.7"]),
     ("dpo", "--label_smoothing 0.1 --loss_type ipo", ["--label_smoothing 0.1", "sigmoid", "ipo"]),
     ("dpo", "--loss_type dpo", ["--loss_type", "'dpo'", "sigmoid, ipo, hinge, orpo, simpo, kto"]),
-    ("dpo", "--desirable_weight 2", ["--desirable_weight 2.0 is for --loss_type kto, not sigmoid"]),
-    ("dpo", "--loss_type kto --no-share_prompt", ["--no-share_prompt is for", "not kto"]),
-    ("dpo", "--loss_type kto --rpo_alpha 1", ["--rpo_alpha 1.0 is for", "not kto"]),
-    (
-        "dpo",
-        "--loss_type kto --data_path completion.jsonl",
-        ["completion.jsonl:1", "lacks 'label', or 'chosen' and 'rejected'"],
-    ),
     ("dpo", "--simpo_gamma -1", ["--simpo_gamma", ">= 0"]),
     ("dpo", "--simpo_gamma 1", ["--simpo_gamma 1.0 is for --loss_type simpo, not sigmoid"]),
     (
@@ -569,6 +563,19 @@ MISTAKES = [
     ("reward", "--model_name_or_path policy --lora_dim 8", ["--lora_dim", "8", "4"]),
     ("reward", "--beta 0.1", ["--beta"]),
 ]
+if "kto" in installed():
+    MISTAKES += [
+        ("dpo", f"--{option}", words)
+        for option, words in (
+            ("desirable_weight 2", ["--desirable_weight 2.0 is for --loss_type kto, not sigmoid"]),
+            ("loss_type kto --no-share_prompt", ["--no-share_prompt is for", "not kto"]),
+            ("loss_type kto --rpo_alpha 1", ["--rpo_alpha 1.0 is for", "not kto"]),
+            (
+                "loss_type kto --data_path completion.jsonl",
+                ["completion.jsonl:1", "lacks 'label', or 'chosen' and 'rejected'"],
+            ),
+        )
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
+from dschat_lora.config.addons import installed
 from helpers.launcher import ROOT, undisturbed_runs
 from helpers.spread import ALL
 from stages.test_resume_command import (
@@ -46,8 +47,6 @@ RUNS = {
     "dpo, every weight": ("dpo", 1, FULL),
     "orpo": ("dpo", 1, f"{LORA} --loss_type orpo --gradient_accumulation_steps 2"),
     "simpo, 2 ranks, ZeRO 2": ("dpo", 2, f"{LORA} --loss_type simpo --zero_stage 2"),
-    "kto": ("dpo", 1, f"{LORA} --loss_type kto"),
-    "kto on the fly, 2 ranks, ZeRO 3": ("dpo", 2, f"{FLY} --loss_type kto --zero_stage 3"),
     "dpo, 2 ranks, ZeRO 2": ("dpo", 2, f"{LORA} --zero_stage 2"),
     "dpo, 2 ranks, ZeRO 3": ("dpo", 2, f"{LORA} --zero_stage 3 --packing"),
     "dpo on the fly": ("dpo", 1, FLY),
@@ -56,6 +55,11 @@ RUNS = {
     "dpo on the fly, 2 ranks, ZeRO 2": ("dpo", 2, f"{FLY} --zero_stage 2"),
     "dpo on the fly, 2 ranks, ZeRO 3": ("dpo", 2, f"{FLY} --zero_stage 3"),
 }
+if "kto" in installed():
+    RUNS |= {
+        "kto": ("dpo", 1, f"{LORA} --loss_type kto"),
+        "kto on the fly, 2 ranks, ZeRO 3": ("dpo", 2, f"{FLY} --loss_type kto --zero_stage 3"),
+    }
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
 SHORT = [("reward", TERM), ("dpo", KILL)]
 POINTS = [(name, number) for name in RUNS for number in (TERM, KILL)] if ALL else SHORT

@@ -8,17 +8,19 @@ import sys
 import pytest
 
 from dschat_lora.rl.score.user_functions import find_function
+from helpers.addons import of_addon
 from helpers.launcher import ROOT
 from helpers.roles import Words
 
 TUTORIALS = {
     "grpo_with_a_python_reward.md": ("my_rules:begins_with_the", ["The", "A"], [1.0, 0.0]),
-    "rl_with_tools.md": (
+}
+if of_addon("environments.addon"):
+    TUTORIALS["addons/environments.md"] = (
         "my_tools:calculate",
         ["<sum>2+40</sum>", "42"],
         [{"role": "tool", "content": "42"}, None],
-    ),
-}
+    )
 SHORT = {
     "step1_sft": "--max_steps 2 --eval_ratio 0.02",
     "step3_rlhf": "--max_steps 2 --eval_prompts 2",

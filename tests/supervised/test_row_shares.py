@@ -7,7 +7,10 @@ import pytest
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.stages import PairConfig
-from dschat_lora.supervised import batching, kto
+from dschat_lora.supervised import batching
+from helpers.addons import of_addon
+
+KTO = of_addon("kto.objective")
 
 
 @pytest.mark.parametrize(
@@ -34,14 +37,15 @@ def layout_of(monkeypatch, kind, *, divisible):
     """The layout that the seventh of eight processes makes, of which four divide rows."""
     monkeypatch.setattr(batching, "rank", lambda: 6)
     monkeypatch.setattr(batching, "context", lambda: "both")
-    for module in (batching, kto):
+    for module in (batching, *KTO):
         monkeypatch.setattr(module, "resolve_packing", lambda *_: False)
     monkeypatch.setattr(batching, "resolve_pair_layout", lambda *_, **__: ("alone", False))
     config = SimpleNamespace(parallel=ParallelConfig(context_parallel_size=4), data=DataConfig())
     setup = SimpleNamespace(config=config, tokenizer=Tokenizer(), data=None, run=None)
     backbone = SimpleNamespace(is_divisible=divisible, model=None)
     engine = SimpleNamespace(module=SimpleNamespace(backbone=backbone))
-    make = getattr(kto if kind == "unpaired" else batching, f"make_{kind}_layout")
+    home = KTO[0] if kind == "unpaired" else batching
+    make = getattr(home, f"make_{kind}_layout")
     return make(setup, engine, *([PairConfig()] if kind == "pair" else []))
 
 
@@ -52,13 +56,13 @@ class Tokenizer:
         return 8
 
 
-@pytest.mark.parametrize("kind", ["sample", "pair", "unpaired"])
+@pytest.mark.parametrize("kind", ["sample", "pair", *["unpaired"] * len(KTO)])
 def test_batches_of_every_kind_are_divided_among_the_group(monkeypatch, kind):
     group = layout_of(monkeypatch, kind, divisible=True).collate.context
     assert (group.process_group, group.rank, group.size) == ("both", 2, 4)
 
 
-@pytest.mark.parametrize("kind", ["sample", "pair", "unpaired"])
+@pytest.mark.parametrize("kind", ["sample", "pair", *["unpaired"] * len(KTO)])
 def test_a_model_whose_layers_mix_tokens_is_refused(monkeypatch, kind):
     with pytest.raises(ValueError, match="4 takes models whose tokens meet in attention by"):
         layout_of(monkeypatch, kind, divisible=False)

@@ -19,7 +19,7 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import classic, group, hidden, option
+from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import SupervisedConfig
 
 Profile = Literal["e2e", "webnlg", "dart"]
@@ -231,7 +231,6 @@ class NlgOptimConfig(OptimConfig):
     learning_rate: float = option(
         5e-5, help="peak rate of base weights, where they train", when=base_rate_note
     )
-    lr_probe: int = hidden(0)
     i_steps: str | None = option(
         None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
     )

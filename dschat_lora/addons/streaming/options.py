@@ -66,11 +66,6 @@ class StreamingOptions:
                 "--streaming reads data whose length is not known before; give --max_steps, the "
                 "optimizer steps of the run"
             )
-        if optim is not None and getattr(optim, "lr_probe", None):
-            raise ValueError(
-                f"--lr_probe {optim.lr_probe} reads the first rows anew for each trial: drop "
-                "--streaming"
-            )
         if dpo is not None and dpo.has_reference and dpo.precompute_ref_log_probs:
             raise ValueError(
                 "--streaming reads rows while training: give --no-precompute_ref_log_probs too, "

@@ -175,7 +175,7 @@ def _policy(name: str, config: PpoConfig, surrogate: Callable[..., Any]) -> Loss
 
 
 def _dpo(config: DpoConfig) -> Loss:
-    loss_type = config.loss_type
+    loss_type: Any = config.loss_type
     if loss_type not in ("sigmoid", "ipo", "hinge"):
         raise ValueError(
             f"--loss_type {loss_type}: loss 'dpo' has sigmoid, ipo and hinge; write others as a "

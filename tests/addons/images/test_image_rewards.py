@@ -9,16 +9,17 @@ from transformers import AutoModelForSequenceClassification
 
 import dschat_lora
 from addons.images.training import EXACT, PICTURES, Seeing, answer, pair_row, train_steps
+from dschat_lora.addons.kto.batch import UnpairedCollator
+from dschat_lora.addons.kto.objective import kto_objective
+from dschat_lora.addons.kto.options import KtoOptions
 from dschat_lora.addons.report.rollouts import read_rollouts
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig, DpoStageConfig, RewardConfig, RewardStageConfig
 from dschat_lora.data.batch import PairCollator
-from dschat_lora.data.unpaired_batch import UnpairedCollator
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.supervised.kto import kto_objective
 from dschat_lora.supervised.pair_objectives import answer_logprobs, reward_objective, score_ends
 from helpers.images import spread
 from helpers.step1 import write_jsonl
@@ -98,7 +99,7 @@ def test_kto_is_that_of_stock_transformers_and_peft(kind, tmp_path, one_rank):
     model = seeing.ours()
     theirs = seeing.stock(seeing.write(model))
     network = CausalLMLogprobs(model)
-    config = DpoConfig(loss_type="kto", beta=0.5, desirable_weight=1.5)
+    config = DpoConfig(loss_type="kto", beta=0.5)
     said = [row["completion"][0]["content"][0]["text"] for row in rows]
     decoded = [seeing.tokenizer.decode(sample.mismatched_ids[:-1]) for sample in samples]
     # Each prompt with its own pictures is answered with what another one was; some tokenizers
@@ -127,7 +128,7 @@ def test_kto_is_that_of_stock_transformers_and_peft(kind, tmp_path, one_rank):
         def reference(each):
             return known[0] if each is batch.answers else known[1]
 
-        objective = kto_objective(config, reference)
+        objective = kto_objective(config, KtoOptions(desirable_weight=1.5), reference)
         return objective.loss_of(engine, [batch])(network, batch).total / batch.num_samples
 
     def plain_loss():

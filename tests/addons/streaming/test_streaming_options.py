@@ -63,7 +63,6 @@ def test_large_data_of_the_hub_is_streamed_and_that_is_said(streams, stage):
         (TWO, {"streaming": False}),
         (TWO, {"max_steps": 0}),
         (TWO, {"data_weights": (1.0, 2.0)}),
-        (TWO, {"lr_probe": 60}),
         (TWO, {"checkpoint": "out/checkpoints/step-00000001"}),
         (TWO, {"max_source_rows": (100_000,)}),
         (("org/large",), {}),

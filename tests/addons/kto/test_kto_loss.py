@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dschat_lora.algos.kto import clamped_kl, kto_loss
+from dschat_lora.addons.kto.loss import clamped_kl, kto_loss
 
 LOG3 = math.log(3)
 GOOD, BAD = True, False

@@ -7,15 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dschat_lora.algos.kto import clamped_kl, kto_loss
+from dschat_lora.addons.kto.batch import AnswerBatch, UnpairedBatch, UnpairedCollator
+from dschat_lora.addons.kto.loss import clamped_kl, kto_loss
+from dschat_lora.addons.kto.options import KtoOptions
 from dschat_lora.algos.preference import accuracy
-from dschat_lora.config.stages import DpoConfig
-from dschat_lora.data.unpaired_batch import AnswerBatch, UnpairedBatch, UnpairedCollator
+from dschat_lora.config.stages import DpoConfig, DpoStageConfig
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import sum_tensor_
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.supervised.batching import BatchLayout, context_group, resolve_packing, row_tokens
-from dschat_lora.supervised.objectives import BatchLoss, Means, Network, Objective
+from dschat_lora.supervised.objectives import AnswerLoss, BatchLoss, Means, Network, Objective
 from dschat_lora.supervised.pair_objectives import SAME_NATS, answer_logprobs
 from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -32,7 +33,7 @@ def make_unpaired_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneMod
     return BatchLayout(collate, packing, row_tokens(setup, engine) if packing else None)
 
 
-def kto_objective(config: DpoConfig, reference: Reference) -> Objective:
+def kto_objective(config: DpoConfig, weights: KtoOptions, reference: Reference) -> Objective:
     """Make good answers likelier and bad ones less likely; the engine is over ``CausalLMLogprobs``.
 
     The divergence is estimated from the mismatched answers of the whole optimizer step, or of the
@@ -49,7 +50,8 @@ def kto_objective(config: DpoConfig, reference: Reference) -> Objective:
     def with_kl(engine: Network, batch: UnpairedBatch, kl: Tensor) -> BatchLoss:
         with torch.no_grad():
             expected = reference(batch.answers)
-        return kto_batch_loss(answer_logprobs(engine, batch.answers), expected, batch, kl, config)
+        logprobs = answer_logprobs(engine, batch.answers)
+        return kto_batch_loss(logprobs, expected, batch, kl, config.beta, weights)
 
     def alone(engine: TrainEngine[BackboneModel], batch: UnpairedBatch) -> BatchLoss:
         return prepare(engine, [batch])(engine, batch)
@@ -87,7 +89,12 @@ def estimate_kl(
 
 
 def kto_batch_loss(
-    logprobs: Tensor, reference: Tensor, batch: UnpairedBatch, kl: Tensor, config: DpoConfig
+    logprobs: Tensor,
+    reference: Tensor,
+    batch: UnpairedBatch,
+    kl: Tensor,
+    beta: float,
+    weights: KtoOptions,
 ) -> BatchLoss:
     """KTO's loss summed over the answers.
 
@@ -99,13 +106,13 @@ def kto_batch_loss(
         logratios,
         batch.labels,
         kl,
-        beta=config.beta,
-        desirable_weight=config.desirable_weight,
-        undesirable_weight=config.undesirable_weight,
+        beta=beta,
+        desirable_weight=weights.desirable_weight,
+        undesirable_weight=weights.undesirable_weight,
     )
     lead = torch.where(batch.labels, 1.0, -1.0) * (logratios.detach() - kl)
     values = {
-        "score": config.beta * logratios.detach(),
+        "score": beta * logratios.detach(),
         "length": batch.answers.answer_lengths.float(),
         "logps": logprobs.detach(),
     }
@@ -142,7 +149,7 @@ def means_by_label(means: Means) -> Means:
     }
 
 
-def say_balance(setup: SupervisedSetup, config: DpoConfig) -> None:
+def say_balance(setup: SupervisedSetup) -> None:
     """Log how many answers are desirable, and a warning where the weights do not fit that.
 
     ``w_d n_d / (w_u n_u)`` is to be in [1, 4/3] (eq. 8 of arXiv:2402.01306).
@@ -151,15 +158,15 @@ def say_balance(setup: SupervisedSetup, config: DpoConfig) -> None:
     good = int(labels.sum())
     bad = len(labels) - good
     setup.run.log.say(f"  labels       {good:,} desirable, {bad:,} undesirable answers")
-    if warning := balance_warning(good, bad, config):
+    if warning := balance_warning(good, bad, setup.config.addons.kto):
         setup.run.log.say(f"  warning      {warning}")
 
 
-def balance_warning(good: int, bad: int, config: DpoConfig) -> str | None:
+def balance_warning(good: int, bad: int, weights: KtoOptions) -> str | None:
     """What is wrong with the weights for so many answers; None where nothing is."""
     if not good or not bad:
         return "all answers have one label: nothing is learnt of what tells good from bad"
-    desirable, undesirable = config.desirable_weight, config.undesirable_weight
+    desirable, undesirable = weights.desirable_weight, weights.undesirable_weight
     ratio = desirable * good / (undesirable * bad) if undesirable else math.inf
     if 0.995 <= ratio <= 4 / 3 + 0.005:  # as two digits of a weight allow
         return None
@@ -169,3 +176,15 @@ def balance_warning(good: int, bad: int, config: DpoConfig) -> str | None:
         f"advised: give --desirable_weight {up:.3g} to {up * 4 / 3:.3g} or --undesirable_weight "
         f"{down * 3 / 4:.3g} to {down:.3g}"
     )
+
+
+def _objective(config: DpoStageConfig, reference: Reference) -> Objective:
+    return kto_objective(config.dpo, config.addons.kto, reference)
+
+
+def _both_logprobs(engine: Network, batch: UnpairedBatch) -> Tensor:
+    """(2 P,) of each prompt's own answer and of the mismatched one."""
+    return torch.cat([answer_logprobs(engine, each) for each in (batch.answers, batch.mismatched)])
+
+
+KTO = AnswerLoss(UnpairedCollator, make_unpaired_layout, _objective, _both_logprobs, say_balance)

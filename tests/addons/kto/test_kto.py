@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from dschat_lora.addons.kto import objective as kto
+from dschat_lora.addons.kto.batch import UnpairedCollator
+from dschat_lora.addons.kto.objective import balance_warning, kto_objective, means_by_label
+from dschat_lora.addons.kto.options import KtoOptions
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.samples import UnpairedSample
-from dschat_lora.data.unpaired_batch import UnpairedCollator
-from dschat_lora.supervised import kto
-from dschat_lora.supervised.kto import balance_warning, kto_objective, means_by_label
 
 
 def sample(own, mismatched, label, reference):
@@ -50,8 +51,9 @@ def one_process(monkeypatch):
     monkeypatch.setattr(kto, "sum_tensor_", lambda tensor: tensor)
 
 
-def objective(**options):
-    return kto_objective(DpoConfig(loss_type="kto", **options), lambda answers: answers.reference)
+def objective(beta=0.1, **weights):
+    config = DpoConfig(loss_type="kto", beta=beta)
+    return kto_objective(config, KtoOptions(**weights), lambda answers: answers.reference)
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 1), (1, 1, 1)])
@@ -119,7 +121,7 @@ def test_metrics_of_a_label_that_no_answer_has_are_none(label):
     ],
 )
 def test_weights_are_to_make_up_for_unequal_numbers(good, bad, weights, advice):
-    warning = balance_warning(good, bad, DpoConfig(loss_type="kto", **weights))
+    warning = balance_warning(good, bad, KtoOptions(**weights))
     if advice is None:
         assert warning is None
     else:

@@ -1,0 +1,32 @@
+"""Options of KTO."""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from dschat_lora.config.groups import require_numbers
+from dschat_lora.config.options import option
+
+
+@dataclass(frozen=True)
+class KtoOptions:
+    """Weights of good and of bad answers."""
+
+    fixed: ClassVar = ("desirable_weight", "undesirable_weight")
+
+    desirable_weight: float = option(1.0, help="kto: weight of the loss of good answers")
+    undesirable_weight: float = option(1.0, help="kto: weight of the loss of bad answers")
+
+    def __post_init__(self) -> None:
+        require_numbers(self, ">= 0", "desirable_weight", "undesirable_weight")
+
+    def check(self, config: Any) -> None:
+        """Refuse weights of another loss.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        loss = config.dpo.loss_type
+        for name in (each.name for each in fields(self)):
+            if name in config.given and loss != "kto" and getattr(self, name):
+                value = getattr(self, name)
+                raise ValueError(f"--{name} {value} is for --loss_type kto, not {loss}")
