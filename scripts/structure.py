@@ -3,7 +3,8 @@
 ``python scripts/structure.py [--commit COMMIT] [--json]`` measures the working tree or a commit.
 
 ``python scripts/structure.py --imports sft --max_steps 1`` runs a command, and says how many files
-and lines of the package it has imported when it ends; files without a line are not counted.
+and lines of the package and of its trunk it has imported when it ends; files without a line are not
+counted.
 
 Code lines are those without blank lines, comments and docstrings. A function's length is from its
 ``def`` to its end, and functions within functions count too. Rooms are those of ``FLOORS`` in
@@ -395,9 +396,15 @@ def show(figures: dict[str, dict[str, Any]]) -> None:
 def show_imports() -> None:
     """Print the files of the package that this process has imported, and their lines."""
     names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
-    files = {getattr(sys.modules[name], "__file__", None) for name in names}
-    sizes = [Path(file).read_text(encoding="utf-8").count("\n") for file in files if file]
-    print(f"imports: {sum(map(bool, sizes))} files, {sum(sizes):,} lines")
+    files = {getattr(sys.modules[name], "__file__", None): name for name in names}
+    sizes = {
+        name: Path(file).read_text(encoding="utf-8").count("\n")
+        for file, name in files.items()
+        if file
+    }
+    trunk = [size for name, size in sizes.items() if not belongs(name, f"{PACKAGE}.addons")]
+    for label, own in (("imports", [*sizes.values()]), ("of the trunk", trunk)):
+        print(f"{label}: {sum(map(bool, own))} files, {sum(own):,} lines")
 
 
 def main() -> None:

@@ -293,7 +293,7 @@ SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.infer
 VERBS = {
     *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
     *("api.verbs", "addons.audit.config", "addons.audit.python", "addons.audit.verbs"),
-    *("addons.demo.demo", "addons.evaluation.options", "addons.report.html"),
+    *("addons.demo.demo", "addons.evaluation.options", "addons.report.verbs"),
     *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
     *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
     *(

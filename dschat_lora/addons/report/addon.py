@@ -12,7 +12,7 @@ ADDON = Addon(
     provides={
         "observer": {"report": "dschat_lora.addons.report.html:LiveReport"},
         "run_view": {
-            "page": "dschat_lora.addons.report.html:write_page",
+            "page": "dschat_lora.addons.report.verbs:write_page",
             "html": "dschat_lora.addons.report.notebook:run_html",
             "live": "dschat_lora.addons.report.notebook:shown_in_notebook",
         },

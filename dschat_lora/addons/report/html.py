@@ -19,8 +19,7 @@ from dschat_lora.addons.report import sections, verdict
 from dschat_lora.addons.report.curves import Chart, chart_data, charts_of
 from dschat_lora.addons.report.markup import number, without_controls
 from dschat_lora.addons.report.rollouts import summary_text
-from dschat_lora.addons.report.run_data import RunData, read_run, read_runs
-from dschat_lora.api.process import on_first_process, run_in_process
+from dschat_lora.addons.report.run_data import RunData, read_run
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.terminal import note
@@ -79,16 +78,6 @@ class LiveReport:
             self._due = None
             if not quiet:
                 note(f"{self._path} cannot be written: {error!r}")
-
-
-def write_page(home: Path) -> Path:
-    """``Run.report``: write the page of a run again, by the first process of a launch."""
-    path = home / FILE
-    with run_in_process():
-        on_first_process(
-            lambda: write_whole(path, render_report(home.resolve().name, read_runs([home]), {}))
-        )
-    return path
 
 
 def render_report(title: str, runs: Sequence[RunData], tables: Mapping[str, Table]) -> str:

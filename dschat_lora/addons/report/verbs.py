@@ -1,10 +1,11 @@
-"""The command lines of ``dschat-lora report`` and ``dschat-lora rollouts``."""
+"""The command lines of ``dschat-lora report`` and ``dschat-lora rollouts``, and ``Run.report``."""
 
 from pathlib import Path
 
 from dschat_lora.addons.report.html import FILE, render_report
 from dschat_lora.addons.report.rollouts import show_rollouts
 from dschat_lora.addons.report.run_data import read_runs
+from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.terminal import log_once
@@ -67,3 +68,13 @@ def rollouts(argv: list[str]) -> None:
     if not any(chosen[name] for name in (*numbers, "contains", "prompt")):
         chosen |= {"best": 3, "worst": 3}
     show_rollouts(Path(chosen.pop("run")), **chosen)
+
+
+def write_page(home: Path) -> Path:
+    """``Run.report``: write the page of a run again, by the first process of a launch."""
+    path = home / FILE
+    with run_in_process():
+        on_first_process(
+            lambda: write_whole(path, render_report(home.resolve().name, read_runs([home]), {}))
+        )
+    return path

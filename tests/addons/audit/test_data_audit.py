@@ -29,6 +29,7 @@ def data(tmp_path):
     return path
 
 
+@pytest.mark.smoke
 def test_counts_and_samples_are_one_json_object(audit, data):
     code, out, _ = audit(data, "--show", 5, "--json")
     found, tokenizer = json.loads(out), AutoTokenizer.from_pretrained(BUNDLED_MODEL)

@@ -70,6 +70,7 @@ def test_policy_never_meets_the_prompts_it_is_judged_on(ran):
     assert not any("test.jsonl" in str(value) for value in asked["rlhf"].values())
 
 
+@pytest.mark.smoke
 def test_tables_show_each_model_the_reward_model_and_the_divergence(ran):
     _, directory = ran
     report = (directory / "report.html").read_text(encoding="utf-8")

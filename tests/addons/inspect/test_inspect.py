@@ -34,6 +34,7 @@ def test_inspect_says_what_an_adapter_is(verb, home):
     assert found["damage"] is None
 
 
+@pytest.mark.smoke
 def test_inspect_says_what_of_a_run_learns(tmp_path):
     learns = {"actor": {"words": "q_proj of 4 layers; frozen: norms"}, "critic": None}
     (tmp_path / "run.json").write_text(json.dumps({"stage": "rlhf", "learns": learns}))

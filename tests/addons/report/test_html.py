@@ -166,6 +166,7 @@ def charts_and_lines(**lines):
 # Data and markup.
 
 
+@pytest.mark.smoke
 def test_no_text_changes_the_markup():
     plain, attacked = (Document(report_with(text)) for text in ("x", ATTACK))
     assert [tag for tag, _ in attacked.elements] == [tag for tag, _ in plain.elements]

@@ -47,6 +47,7 @@ def named(rows):
     return [each["response"] for each in rows]
 
 
+@pytest.mark.smoke
 def test_selections_are_one_json_object(looked, run):
     found = json.loads(looked(run, "--best", 2, "--worst", 1, "--changed", 1, "--json"))
     assert named(found["best"]) == ["four 1", "four 2"]

@@ -161,6 +161,7 @@ def asked(*argv):
     return config.addons.trackers.check(config).addons.trackers
 
 
+@pytest.mark.smoke
 def test_trackers_may_be_named_several_and_in_deepspeed_chats_way(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: importlib.machinery.ModuleSpec(
         name, None, origin="there"
@@ -322,7 +323,6 @@ def test_numbers_that_are_not_finite_reach_trackers_as_numbers(tmp_path, start):
     assert math.isnan(start[0][2].logged[0][1]["train/loss"])
 
 
-@pytest.mark.smoke
 @library("tensorboard")
 def test_a_run_that_is_stopped_and_goes_on_has_each_step_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
