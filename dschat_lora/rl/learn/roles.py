@@ -233,16 +233,9 @@ class _Builder:
     ) -> AdaptedModel:
         own = self.config.critic
         options, lora = own.model(self.config.load), self._lora(own, trained)
-        seed = self.config.run.seed
+        seed, how = self.config.run.seed, {"base": base, **self.how}
         return build_reward_model(
-            source,
-            self.tokenizer,
-            options,
-            lora,
-            base=base,
-            seed=seed,
-            new_head=new_head,
-            **self.how,
+            source, self.tokenizer, options, lora, new_head=new_head, seed=seed, **how
         )
 
     def _lora(self, own: RoleConfig, trained: bool) -> LoraConfig:

@@ -21,7 +21,7 @@ from dschat_lora.rl.response.response import (
 )
 from dschat_lora.rl.score.user_functions import find_object
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_rank")]
 T, F = True, False
 TASKS = [Response((9, n), (), F, n, b'{"answer": 5}', origin=Origin(n)) for n in range(2)]
 

@@ -15,6 +15,7 @@ from dschat_lora.addons.environments.options import episode_prompt
 from dschat_lora.addons.environments.players import load_environment
 from dschat_lora.addons.environments.stateful import is_stateful
 from dschat_lora.config.options import parse_config
+from dschat_lora.config.when import without_effect
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.rl.options.config import RlhfConfig
@@ -82,6 +83,7 @@ class Quiz:
         return ("And now?", reward) if self.asked == 1 else (None, reward)
 
 
+@pytest.mark.smoke
 def test_methods_are_tools_and_the_object_scores_its_episode():
     environment = made(Given)
     turns = [
@@ -319,6 +321,18 @@ def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             with_data(*arguments)
+
+
+@pytest.mark.smoke
+def test_options_have_no_effect_without_an_environment():
+    config = parse_config(RlhfConfig, ["--max_turns", "2", "--reward_retries", "1"])
+    assert {*without_effect(config)} == {
+        "--max_turns has no effect without --environment",
+        "--reward_retries has no effect without --reward_function or --reward_gate or "
+        "--environment",
+    }
+    given = ["--max_turns", "2", "--reward_retries", "1", "--environment", "a:B"]
+    assert not without_effect(parse_config(RlhfConfig, given))
 
 
 def test_an_object_that_exits_or_hangs_ends_the_run_with_its_name():
