@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ def dpo_batch_loss(
         chosen,
         rejected,
         beta=config.beta,
-        loss_type=config.loss_type,
+        loss_type=cast(Literal["sigmoid", "ipo", "hinge"], config.loss_type),
         label_smoothing=config.label_smoothing,
     )
     if config.rpo_alpha:

@@ -233,9 +233,9 @@ class _Builder:
     ) -> AdaptedModel:
         own = self.config.critic
         options, lora = own.model(self.config.load), self._lora(own, trained)
-        head = {"new_head": new_head, "seed": self.config.run.seed}
+        seed, how = self.config.run.seed, {"base": base, **self.how}
         return build_reward_model(
-            source, self.tokenizer, options, lora, base=base, **head, **self.how
+            source, self.tokenizer, options, lora, new_head=new_head, seed=seed, **how
         )
 
     def _lora(self, own: RoleConfig, trained: bool) -> LoraConfig:

@@ -8,6 +8,9 @@ import torch
 from dschat_lora.addons.kto.loss import clamped_kl, kto_loss
 
 LOG3 = math.log(3)
+pytestmark = pytest.mark.smoke
+
+
 GOOD, BAD = True, False
 
 
