@@ -284,6 +284,8 @@ def options_of(
 ) -> dict[str, Any]:
     """Values of a YAML file, checked one by one and converted as if typed on the command line.
 
+    Options that are gone are left out where they did nothing.
+
     Raises:
         ValueError: at the first that is unknown or of another kind. ``label`` begins the message.
     """
@@ -292,8 +294,10 @@ def options_of(
     for given, value in content.items():
         name = spellings.get(given, given)
         if name not in fields:
-            from dschat_lora.config.other_names import dotted_name
+            from dschat_lora.config.other_names import GONE, dotted_name
 
+            if given in GONE and str(value) == str(GONE[given]):
+                continue
             typed = f"--{dotted_name(name, value)}"
             raise ValueError(f"{label}: {unknown_option(typed, [*fields])}")
         if name in values:

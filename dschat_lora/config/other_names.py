@@ -1,4 +1,4 @@
-"""Options of other trainers, and those here that do the same."""
+"""Options of other trainers, those here that do the same, and options that are gone."""
 
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -7,6 +7,9 @@ from typing import NamedTuple
 from dschat_lora.config.bundled import OTHER_NAMES
 
 ROLES = ("actor", "critic")
+GONE_SINCE = "0.3.0"
+# Options that this version has no longer, and their values where they did nothing.
+GONE = {"lr_probe": 0, "prompt_lookup_num_tokens": 0}
 
 
 class OtherName(NamedTuple):

@@ -251,10 +251,12 @@ class Parser(argparse.ArgumentParser):
 
 def unknown_option(text: str, names: Collection[str]) -> str:
     """The message about ``text``, which is none of ``names``."""
-    from dschat_lora.config.other_names import other_names, plain_name, same_here
+    from dschat_lora.config.other_names import GONE, GONE_SINCE, other_names, plain_name, same_here
 
     given = text.split("=")[0]
     name = plain_name(given)
+    if name in GONE:
+        return f"option --{name} is gone since version {GONE_SINCE}; leave it out"
     same = same_here(name, names)
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; options start with --" + (

@@ -35,6 +35,7 @@ from dschat_lora.config.options import (
     typed_options,
     value_text,
 )
+from dschat_lora.config.other_names import GONE, GONE_SINCE
 from dschat_lora.data.digests import DataIdentity
 from dschat_lora.engine.ds_config import fields_that_write
 from dschat_lora.models.option_checks import check_processes
@@ -380,7 +381,7 @@ def _inherited(
     """Options of the checkpoint that no typed one stands in for, checked as if they were typed.
 
     Raises:
-        ValueError: if one runs code, which has to be typed again, or is of an add-on that is gone.
+        ValueError: if one runs code, which has to be typed again, is gone, or lacks its add-on.
     """
     then: dict[str, Any] = state["options"]
     again = [name for name in options_with_code(config_class, then) if name not in now]
@@ -407,6 +408,10 @@ def _inherited(
     typed = (field for name, (field, _) in option_fields(config_class) if name in now)
     replaced = replaced.union(*(field.metadata["replaces"] for field in typed)) - now.keys()
     refused = {*options_that_run(config_class, "code", "object"), *elsewhere}
+    for name in GONE.keys() & then.keys():
+        if then[name] != GONE[name]:
+            words = f"{_typed([name], then)}, an option that is gone since version {GONE_SINCE}"
+            raise ValueError(f"--resume_from_checkpoint {path} was made with {words}")
     known = {*option_names(config_class)}
     owner = state.get("addons")  # which older checkpoints lack
     if isinstance(owner, dict) and (gone := [n for n in then if n not in known and n in owner]):

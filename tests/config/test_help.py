@@ -314,6 +314,7 @@ def test_further_names_and_hints_of_options_belong_to_options(command_class):
         ("--checkpoint a", "unknown option --checkpoint; see --help"),
         ("--lora 8", "unknown option --lora; see --help"),
         ("--gradient_acumulation_stepz 2", "did you mean --gradient_accumulation_steps?"),
+        ("--lr_probe 60", "option --lr_probe is gone since version 0.3.0; leave it out"),
         ("--bos_token a", "unknown option --bos_token; see --help"),
         ("data.train_files=a.jsonl", "options start with --; --data_path takes files"),
         ("a.jsonl", "unexpected argument 'a.jsonl'; options start with --"),

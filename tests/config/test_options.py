@@ -331,6 +331,10 @@ def from_yaml(tmp_path):
     return parse_file
 
 
+def test_yaml_may_have_options_that_are_gone_where_they_did_nothing(from_yaml):
+    assert from_yaml("lr_probe: 0\nprompt_lookup_num_tokens: 0\nname: y").name == "y"
+
+
 def test_yaml_sets_the_same_fields_as_the_command_line(from_yaml):
     text = (
         "size: 7\nrate: 1e-3\nkind: two\nlevel: 2\nname: n\npaths: [p, q]\nfast: true\nslow: no\n"
@@ -396,6 +400,7 @@ def test_yaml_null_is_the_absent_value_of_an_optional_field(from_yaml):
         ("a: [", ["cannot be read"]),
         (b"\xff\xfe\x00", ["cannot be read"]),
         ("config: other.yaml", ["unknown option --config"]),
+        ("lr_probe: 60", ["option --lr_probe is gone since version 0.3.0"]),
         ("given: [size]", ["unknown option --given"]),
         ("1: 2", ["unknown option --1"]),
     ],

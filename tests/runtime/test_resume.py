@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -313,6 +314,18 @@ def test_an_option_of_the_checkpoint_that_no_installed_add_on_has_is_refused(ear
             assert resolved(*resume).checkpoint
     with pytest.raises(ValueError, match="made with --brevity_words 20 of the add-on brevity,"):
         resolved(*resume)
+
+
+@pytest.mark.parametrize("value", [0, 60])
+def test_an_option_of_the_checkpoint_that_is_gone_is_refused_where_it_did_something(earlier, value):
+    checkpoint = earlier("--output_dir", "out")
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["options"]["lr_probe"] = state["config"]["lr_probe"] = value
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    write_manifest(checkpoint, kind="checkpoint")
+    words = "was made with --lr_probe 60, an option that is gone since version 0.3.0"
+    with pytest.raises(ValueError, match=words) if value else nullcontext():
+        assert resumed("out").checkpoint
 
 
 def test_options_of_one_process_are_not_taken_over(earlier):

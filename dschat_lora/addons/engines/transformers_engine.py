@@ -1,6 +1,7 @@
 """Decoding by the continuous batching of transformers, in the place of our own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from dschat_lora.rl.options.engines import EngineError
 
 _BLOCK = 256  # tokens of a block of keys and values, by transformers' default
 _PART = 512  # tokens of prompts that are read at a time
+# Types that ask the cache for its length, which that of continuous batching does not tell. It
+# gives them the positions, so that their length is for nothing but a mask that they do not use.
+_ASK_LENGTH = ("biogpt", "opt")
 
 
 def transformers_engine(site: EngineSite) -> EngineDecoder:
@@ -28,7 +32,7 @@ class TransformersEngine:
     A call is repeated by the same seeds, but a response depends on what else is in the call.
 
     Raises:
-        ValueError: if the installed transformers has no such batching.
+        ValueError: if the installed transformers has no such batching, or none for the model.
     """
 
     def __init__(self, site: EngineSite) -> None:
@@ -40,6 +44,14 @@ class TransformersEngine:
                 "--rollout_engine transformers needs continuous batching with log-probabilities, "
                 f"which transformers {transformers.__version__} lacks; 5.23 has it"
             )
+        try:
+            self.draw([Asked([site.pad_id], 0, 1, site.ends, 0, False)], Sampling(1))
+        except EngineError as error:
+            raise ValueError(
+                f"--rollout_engine transformers: transformers {transformers.__version__} has no "
+                f"continuous batching for model type {self._model.config.model_type}; use another "
+                f"engine ({error})"
+            ) from error
 
     @torch.no_grad()
     def draw(self, asked: Sequence[Asked], sampling: Sampling) -> Pending[list[Drawn]]:
@@ -61,7 +73,12 @@ class TransformersEngine:
             **{name: getattr(sampling, name) for name in names if sampling.do_sample},
         )
         devices = [self._model.device] if self._model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), whole_sequences(self._model):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=devices))
+            stack.enter_context(whole_sequences(self._model))
+            if self._model.config.model_type in _ASK_LENGTH:
+                hook = self._model.register_forward_pre_hook(_with_length, with_kwargs=True)
+                stack.enter_context(hook)
             torch.manual_seed(stream_seed("transformers", *(row.seed for row in asked)))
             found = self._model.generate_batch(
                 [row.prompt for row in asked],
@@ -88,3 +105,11 @@ class TransformersEngine:
             for each, row in zip(whole, asked, strict=True)
         ]
         return lambda: drawn
+
+
+def _with_length(
+    _: torch.nn.Module, args: tuple[object, ...], inputs: Mapping[str, Any]
+) -> tuple[tuple[object, ...], Mapping[str, Any]]:
+    """The inputs, whose cache says a length: 0, as all rows stand in one sequence."""
+    inputs["cache"].get_seq_length = lambda *_: 0
+    return args, inputs

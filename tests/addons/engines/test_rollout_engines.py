@@ -222,6 +222,13 @@ def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
     assert ((drawn - chances).abs() / errors).max() < 4
 
 
+def test_a_type_that_transformers_cannot_batch_is_refused_before_the_run(actor, monkeypatch):
+    monkeypatch.setattr("dschat_lora.addons.engines.transformers_engine._ASK_LENGTH", ())
+    words = r"transformers 5\S* has no continuous batching for model type opt; .*get_seq_length"
+    with pytest.raises(ValueError, match=words):
+        transformers_engine(site_of(actor))
+
+
 def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_others(actor):
     with server("raw_logprobs") as address:
         engine = engine_of([address], actor)
