@@ -59,10 +59,7 @@ def _opt_1b(trains_base, dtype):
 def estimate_of(case):
     model = opt_1b(trains_base=case["trains_base"], dtype=case["dtype"])
     return partial(
-        estimate_memory,
-        model,
-        compute_dtype=DTYPES[case["dtype"]],
-        world_size=case["world_size"],
+        estimate_memory, model, compute_dtype=DTYPES[case["dtype"]], world_size=case["world_size"]
     )
 
 

@@ -127,10 +127,7 @@ def test_the_adapter_that_was_asked_longest_ago_goes_when_there_are_too_many(run
 @pytest.mark.parametrize(
     ("base", "words"),
     [
-        (
-            {"base_bits": 4},
-            "trained on a 4-bit base, .* start the server with --base",
-        ),
+        ({"base_bits": 4}, "trained on a 4-bit base, .* start the server with --base"),
         ({"base_fingerprint": 32 * "0"}, "trained on other weight files than"),
     ],
 )
