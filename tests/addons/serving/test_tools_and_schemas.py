@@ -292,42 +292,25 @@ def test_json_object_is_any_object_and_goes_with_tools_that_may_be_called(client
     assert [c.function.name for c in answer.choices[0].message.tool_calls] == ["add", "now"]
 
 
+def schema(content, **fields):
+    wrapped = {"type": "json_schema", "json_schema": {"schema": content}}
+    return {"response_format": wrapped, **fields}
+
+
 WIDE = {f"p{number}": {"type": "string"} for number in range(1500)}
 REFUSED = {
     "type": ({"response_format": {"type": "xml"}}, "response_format must be"),
-    "schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-        "response_format: Invalid type: x",
-    ),
-    "keyword": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-        "response_format: ",
-    ),
+    "schema": (schema({"type": "x"}), "response_format: Invalid type: x"),
+    "keyword": (schema({"not": {}}), "response_format: "),
     "endless": (
-        {
-            "stream": True,  # refused before it begins
-            "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
-        },
+        schema({"$ref": "#"}, stream=True),  # refused before it begins
         "response_format: no token follows the grammar",
     ),
     "wide": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"type": "object", "properties": WIDE}},
-            }
-        },
+        schema({"type": "object", "properties": WIDE}),
         "response_format: the grammar failed: Parser Error: Current row has",
     ),
-    "large": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"enum": ["x" * 70_000]}},
-            }
-        },
-        "response_format: the schemas have",
-    ),
+    "large": (schema({"enum": ["x" * 70_000]}), "response_format: the schemas have"),
     "parameters": (
         {
             "tools": [
