@@ -19,17 +19,9 @@ from helpers.step1 import parsed
 
 GIB = 2**30
 SETTINGS = {
-    "micro_batch_size": 16,
-    "accumulation_steps": 2,
-    "max_seq_len": 512,
-    "gradient_checkpointing": False,
-    "offload_activations": False,
-    "zero_stage": 0,
-    "world_size": 1,
-    "offload": False,
-    "trains_base": False,
-    "lora_dim": 16,
-    "dtype": "bf16",
+    **{"micro_batch_size": 16, "accumulation_steps": 2, "max_seq_len": 512},
+    **{"gradient_checkpointing": False, "offload_activations": False, "zero_stage": 0},
+    **{"world_size": 1, "offload": False, "trains_base": False, "lora_dim": 16, "dtype": "bf16"},
     "tensor_parallel_size": 1,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -87,13 +87,9 @@ def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs, monkeypatch
         **{
             kind: (load(address, "z", path), 400, "is no adapter that can be read here")
             for kind, path in {
-                "nowhere": runs[0] / "nowhere",
-                "a long name": "x" * 5000,
-                "a long path": "/a" * 3000,
-                "no name": "a\x00b",
-                "somebody's": runs[0].parent,
-                "a file": runs[0] / "run.json",
-                "hidden": hidden,
+                **{"nowhere": runs[0] / "nowhere", "a long name": "x" * 5000},
+                **{"a long path": "/a" * 3000, "no name": "a\x00b", "somebody's": runs[0].parent},
+                **{"a file": runs[0] / "run.json", "hidden": hidden},
             }.items()
         },
         "a whole model": (load(address, "z", BUNDLED_MODEL), 400, "is a whole model"),

@@ -202,11 +202,7 @@ HOSTS = (
     *("localhost/x", "localhost?x", "x/?", "localhost:80:80", "localhost:", "localhost:port"),
     *("localhost:999999", "[::1", "::1", "[::1]x", "[127.0.0.1]", "0.0.0.0", "127.1", "2130706433"),
     *(
-        "localhost.",
-        "local\thost",
-        "localhost\\x",
-        "LOCALHOST@x",
-        "[::ffff:127.0.0.1]",
+        *("localhost.", "local\thost", "localhost\\x", "LOCALHOST@x", "[::ffff:127.0.0.1]"),
         "127.0.0.2",
     ),
 )

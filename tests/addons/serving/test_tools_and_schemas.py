@@ -243,14 +243,9 @@ def test_a_call_that_is_sent_back_is_read_alike_however_its_arguments_are_writte
 def test_a_demanded_call_follows_its_schema_whatever_the_model_would_say(client, choice):
     named = {"type": "function", "function": {"name": choice}}
     asked = {
-        "model": "base",
-        "messages": HI,
-        "tools": [ADD, NOW],
-        "tool_choice": choice if choice == "required" else named,
-        "parallel_tool_calls": False,
-        "max_tokens": 170,
-        "seed": 1,
-        "n": 6,
+        **{"model": "base", "messages": HI, "tools": [ADD, NOW]},
+        **{"tool_choice": choice if choice == "required" else named, "parallel_tool_calls": False},
+        **{"max_tokens": 170, "seed": 1, "n": 6},
     }
     answer = client.chat.completions.create(**asked)
     names = set()
