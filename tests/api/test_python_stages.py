@@ -105,12 +105,12 @@ def test_rlhf_has_the_numbers_of_the_command_bit_for_bit(sft, scorer, tmp_path, 
 
 @of_the_whole
 def test_a_player_that_is_handed_over_has_the_numbers_of_the_command_bit_for_bit(sft, tmp_path):
-    from addons.environments.own_players import BetterOfTwo
+    from helpers.players import BetterOfTwo
 
     run = dl.rlhf(sft, data=ROWS, environment=BetterOfTwo(), **ROLLOUTS)
     options = {
         "actor_model_name_or_path": sft.path,
-        "environment": "addons.environments.own_players:BetterOfTwo",
+        "environment": "helpers.players:BetterOfTwo",
         "data_path": write_rows(tmp_path / "rows.jsonl", ROWS),
     }
     assert_same(run, by_command("rlhf", tmp_path, **options, **ROLLOUTS))

@@ -13,9 +13,10 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data.readers import RawRow, RowError, hub_rows, iter_file, iter_rows
 from dschat_lora.data.rows import EmptyRowError, RowOptions, check_sources, parse_row
 from dschat_lora.data.sources import Source, find_source
+from helpers.addons import ROW_FILES
 
 PAIR = {"prompt": "p", "completion": "c"}
-KINDS = ".jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow"
+KINDS = f"{ROW_FILES} .parquet .arrow"
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 

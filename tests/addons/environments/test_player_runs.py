@@ -16,7 +16,7 @@ ARGV = """
     --eval_prompts 2 --eval_ratio 0 --actor_lora_learning_rate 5e-3 --stop_tokens e i n t a o
     --algorithm grpo --num_generations 2 --generation_batches 2 --log_rollouts 99
 """.split()
-PLAYER_MODULE = "addons.environments.own_players"
+PLAYER_MODULE = "helpers.players"
 PLAYERS = {
     "BetterOfTwo": "",
     "Hint": "--reward_function helpers.rlhf_course:vowels",
@@ -43,7 +43,7 @@ def runs(ranks, tmp_path_factory):
                 *ARGV,
                 *options.split(),
                 "--environment",
-                f"addons.environments.own_players:{player}",
+                f"helpers.players:{player}",
             ]
             argv += ["--output_dir", out]
             for name in ("generation", "training"):

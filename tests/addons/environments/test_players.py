@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from addons.environments.own_players import BetterOfTwo, Hint
 from dschat_lora.addons.environments.environment import EnvironmentFailedError
 from dschat_lora.addons.environments.players import UserPlayer
 from dschat_lora.config.held import held
@@ -20,6 +19,7 @@ from dschat_lora.rl.response.response import (
     responses_as_json,
 )
 from dschat_lora.rl.score.user_functions import find_object
+from helpers.players import BetterOfTwo, Hint
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_rank")]
 T, F = True, False
@@ -145,7 +145,7 @@ def test_the_reward_has_the_name_of_the_class_or_the_one_it_says():
 
 
 def test_an_object_with_play_is_found_by_its_name():
-    assert find_object("environment", "addons.environments.own_players:BetterOfTwo") is BetterOfTwo
+    assert find_object("environment", "helpers.players:BetterOfTwo") is BetterOfTwo
     own = BetterOfTwo()
     with held(own, "mine") as name:
         assert find_object("environment", name) is own
