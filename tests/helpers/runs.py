@@ -86,19 +86,19 @@ def engine_settings(
     )
 
 
-def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa", group=None, bits=None):
+def load_model(path, lora, *, dtype="fp32", meta=False, group=None, seed=1, **options):
     """The model at ``path`` with an adapter, as the stage builds it."""
-    options = ModelConfig(attn_implementation=attention, base_bits=bits)
+    options = ModelConfig(**{"attn_implementation": "sdpa"} | options)
     config = load_config(path, options)
     model = load_causal_lm(path, config, options, dtype=DTYPES[dtype], meta=meta, group=group)
-    apply_lora(model, LoraConfig(**lora), seed=1)
+    apply_lora(model, LoraConfig(**lora), seed=seed)
     return model
 
 
 def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None, bits=None, **optim):
     """(model, engine) as the stage builds them; call on every rank."""
     meta = settings.zero_stage == 3 and data_rank() > 0
-    model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group, bits=bits)
+    model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group, base_bits=bits)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     shard_model(model, settings)

@@ -19,14 +19,13 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.supervised.pair_objectives import score_ends
 from fakecuda.captured import tiny
 from helpers.pairs import ragged_pairs
-from helpers.runs import NoTokenizer
+from helpers.runs import CARD, NoTokenizer
 from helpers.spread import ALL
 
 # Dense; of experts; with convolutions; a type whose classes are those of another.
 KINDS = ("granite", "olmoe", "lfm2", "internlm3")
 MORE = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granitemoe", "glm4_moe", "vaultgemma")
 OPTIONS = ModelConfig(attn_implementation="eager")
-CARD = {"data": {}, "metrics": {}, "versions": {}}
 
 
 class Tokenizer(NoTokenizer):
