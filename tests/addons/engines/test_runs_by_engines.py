@@ -128,7 +128,7 @@ def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ContinuousMixin, "generate_batch", fail_later)
     options = {**OPTIONS, "rollout_engine": "transformers", "eval_prompts": 0}
-    with pytest.raises(OSError, match="the engine is broken"):
+    with pytest.raises(RuntimeError, match="the engine is broken"):
         dl.rlhf(data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "run", **options)
     assert [each.name for each in checkpoints_of(tmp_path / "run")] == ["step-00000001"]
 

@@ -54,6 +54,7 @@ def iterate(part, times):
     return [parts.after_iteration(EXPERIENCE, None) for _ in range(times)]
 
 
+@pytest.mark.smoke
 def test_a_class_is_made_an_object_whose_metrics_are_the_iterations(tmp_path):
     assert iterate(user_part(Counting, tmp_path), 2) == [{"count": 1.0}, {"count": 2.0}]
 
