@@ -34,8 +34,7 @@ class MovingAverage:
 
     def after_step(self, result: StepResult) -> None:
         """Average in the weights after a step that changed them."""
-        actor = result.outcomes.get("actor")
-        if actor is not None and not actor.skipped:
+        if "actor" in result.outcomes and not result.outcomes["actor"].skipped:
             self.update()
 
     @torch.no_grad()

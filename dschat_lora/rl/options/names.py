@@ -1,10 +1,8 @@
-"""Names of functions and servers, as options have them."""
+"""Names of functions and objects, as options have them."""
 
 import pkgutil
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from dschat_lora.config.addons import SEAMS, begins_values, provided, provided_name
 from dschat_lora.config.groups import require
@@ -12,7 +10,6 @@ from dschat_lora.config.held import held_object, is_held, is_in_module
 from dschat_lora.runtime.checks import check_function, imported
 
 Function = Callable[..., Any] | str  # or module:function, which is imported when it is called
-_ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
 # By option the names that are the package's own, which no add-on may have.
@@ -51,24 +48,9 @@ def is_own(option: str, name: str) -> bool:
     return is_held(name) or bool(addon_name(option, name)) or is_in_module(name)
 
 
-def is_remote(name: str) -> bool:
-    """Whether ``name`` begins as the address of a server."""
-    return name.startswith(("http://", "https://"))
-
-
 def gives_one_reward(name: str) -> bool:
     """Whether an add-on makes what scores of the whole ``name``, and so has one score."""
     return begins_values(addon_name("reward_function", name))
-
-
-def is_address(text: str) -> bool:
-    """Whether ``text`` is the address of a server."""
-    try:
-        parts = urlsplit(text)
-        host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
-        return bool(_ADDRESS.fullmatch(text) and host and parts.port != 0)
-    except ValueError:
-        return False
 
 
 def check_name(option: str, name: str) -> None:
@@ -88,11 +70,7 @@ def called(function: Function) -> Callable[..., Any]:
 
 
 def load_object(option: str, name: str, kind: str = "") -> object:
-    """What ``module:object``, a name of an add-on or an object of Python stands for.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """What ``module:object``, a name of an add-on or an object of Python stands for."""
     if is_held(name):
         return held_object(name, option)
     found = imported(option, object_path(option, name), kind)
@@ -100,11 +78,7 @@ def load_object(option: str, name: str, kind: str = "") -> object:
 
 
 def check_scorer(option: str, name: str) -> None:
-    """Refuse a name of nothing that scores, without importing a user's module.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse a name of nothing that scores, without importing a user's module."""
     if begins_values(addon_name(option, name)):
         load_object(option, name)
     else:
@@ -112,11 +86,7 @@ def check_scorer(option: str, name: str) -> None:
 
 
 def made(option: str, name: str, found: Any) -> Any:
-    """An object of the user's, or one of their class, which is called without arguments.
-
-    Raises:
-        ValueError: if the class takes some.
-    """
+    """An object of the user's, or one of their class, which must take no arguments."""
     if not isinstance(found, type):
         return found
     try:
