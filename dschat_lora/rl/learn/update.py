@@ -207,9 +207,8 @@ class Updater:
             advantages = advantages * self.importance[rows]
         parts: PolicyLoss = config.surrogate(logprobs, old, advantages, mask)
         entropy = torch.where(mask, entropy, 0)
-        loss = parts.total
-        if of_head is not None:
-            loss = (weights * torch.where(mask, of_head, 0)).sum()
+        own = None if of_head is None else (weights * torch.where(mask, of_head, 0)).sum()
+        loss = parts.total if own is None else own
         loss = policy = loss - self._entropy_coef * (weights * entropy).sum()
         if config.kl_in == "loss" and self._kl_coef and config.rules.learns_from_rewards:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])

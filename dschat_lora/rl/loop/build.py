@@ -80,7 +80,7 @@ def make_parts(
     )
     average = None
     if classic.enable_ema:
-        from dschat_lora.rl.learn.ema import MovingAverage
+        from dschat_lora.models.average import MovingAverage
 
         average = MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
     entropy = EntropyTarget(config.ppo.target_entropy, progress)
