@@ -55,10 +55,12 @@ def _show_help() -> None:
         log_once(f"\n{title}:")
         for name, summary in own.items():
             log_once(f"  {name:<10}{summary}")
-    log_once("\nadd-ons:")
-    for addon in installed().values():
-        for name in addon.verbs:
-            log_once(f"  {name:<10}{addon.summaries.get(name, f'of the add-on {addon.name}')}")
+    shown = [
+        f"  {name:<10}{addon.summaries.get(name, f'of the add-on {addon.name}')}"
+        for addon in installed().values()
+        for name in addon.verbs
+    ]
+    log_once("\n".join(["\nadd-ons:", *shown] if shown else []))
 
 
 if __name__ == "__main__":

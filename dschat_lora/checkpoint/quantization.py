@@ -103,10 +103,7 @@ def stored_form(fields: Mapping[str, Any], name: str) -> StoredForm | None:
 
 def _provided(seam: str, value: str, name: str) -> Any:
     """What an add-on provides for a model of this name, None where there is no such thing."""
-    try:
-        known = provided_name(seam, value)
-    except ValueError as error:
-        raise ValueError(f"--model_name_or_path {name}: {error}") from None
+    known = provided_name(seam, value, shown=f"--model_name_or_path {name}: {value}")
     return load(provided(seam)[known]) if known else None
 
 

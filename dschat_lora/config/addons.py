@@ -143,10 +143,11 @@ def provided(seam: str, *taken: str) -> Mapping[str, str]:
     return found
 
 
-def provided_name(seam: str, value: str, *taken: str) -> str:
+def provided_name(seam: str, value: str, *taken: str, shown: str = "") -> str:
     """The name of ``provided(seam, *taken)`` that a value is of; empty if it is of none.
 
-    The object of a name that :func:`begins_values` is called with the whole value.
+    The object of a name that :func:`begins_values` is called with the whole value. What is wrong is
+    told of ``shown``, by itself of an option that has the seam's name.
 
     Raises:
         ValueError: if it is of an add-on of the package that is not installed.
@@ -161,7 +162,8 @@ def provided_name(seam: str, value: str, *taken: str) -> str:
     for addon, own in ADDONS.items():
         pairs = (each.split("=") for each in own.values.split())
         if addon not in installed() and found([name for key, name in pairs if key == seam]):
-            raise ValueError(f"--{seam} {value} is of the add-on {addon}, which is not installed")
+            shown = shown or f"--{seam} {value}"
+            raise ValueError(f"{shown} is of the add-on {addon}, which is not installed")
     return ""
 
 

@@ -114,7 +114,8 @@ class DpoConfig:
     def __post_init__(self) -> None:
         require_numbers(self, "> 0", "beta")
         require_numbers(self, ">= 0", "rpo_alpha", "simpo_gamma")
-        provided_name("answer_loss", self.loss_type)  # of what is installed
+        # Of what is installed.
+        provided_name("answer_loss", self.loss_type, shown=f"--loss_type {self.loss_type}")
         smoothing = self.label_smoothing
         require(0 <= smoothing < 0.5, "label_smoothing", smoothing, "in [0, 0.5)")
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.checkpoint.model_card import public_name
+from dschat_lora.config.addons import installed
 from dschat_lora.config.groups import ModelConfig, OptimConfig
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.config.verb_names import VERBS
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.data.samples import TokenSet
 from dschat_lora.engine.distributed import world_size
@@ -139,12 +141,14 @@ _ROWS = (
 
 
 def say_next_steps(run: OpenRun[StageConfig], *, has_pairs: bool = False) -> None:
-    """Log commands to paste; see :func:`next_commands`."""
+    """Log commands to paste, of verbs that are installed; see :func:`next_commands`."""
     if run.directory is None:
         return
     commands = []
     if not run.caller.in_python:
+        there = {*VERBS, *(verb for addon in installed().values() for verb in addon.verbs)}
         commands = next_commands(run.stage, run.config, run.directory, has_pairs=has_pairs)
+        commands = [each for each in commands if each.split()[1] in there]
     if commands:
         run.log.say("next:")
     for command in commands:

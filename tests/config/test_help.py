@@ -92,6 +92,7 @@ def test_help_fits_80_columns(verb, shown):
         assert [line for line in shown(verb, "--help", *more).splitlines() if len(line) > 80] == []
 
 
+@of_the_whole
 def test_example_comes_first_then_sections_in_the_order_of_need(shown):
     assert titles(shown("sft", "--help")) == [
         "examples", "model", "data", "training", "LoRA", "output and checkpoints", "evaluation",
@@ -155,6 +156,7 @@ def explained(text):
     return [name for name in re.findall(r"^  --(\w+)", text, re.MULTILINE) if name != "config"]
 
 
+@of_the_whole
 @pytest.mark.parametrize("stage", VERBS_OF_STAGES)
 def test_help_of_a_stage_is_its_everyday_options_and_how_many_more_there_are(stage, shown):
     text = shown(stage, "--help")
@@ -168,6 +170,7 @@ def test_help_of_a_stage_is_its_everyday_options_and_how_many_more_there_are(sta
     assert sum(int(each.rpartition(" ")[2]) for each in counts) == len(more)
 
 
+@of_the_whole
 @pytest.mark.parametrize("stage", VERBS_OF_STAGES)
 def test_help_all_explains_every_option_with_the_everyday_ones_first_in_each_section(stage, shown):
     text = shown(stage, "--help", "all")
@@ -226,6 +229,7 @@ def test_every_option_of_a_stage_has_a_section(config_class):
     assert OTHER not in sections.values()
 
 
+@of_the_whole
 def test_everyday_options_exist():
     known = {name for each in STAGES for name in option_names(each)}
     assert {*EVERYDAY} <= known

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+from dschat_lora.config.addons import installed
 from dschat_lora.config.options import (
     command_line,
     fail,
@@ -19,7 +20,7 @@ from dschat_lora.config.options import (
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
-from helpers.addons import of_the_whole
+from helpers.addons import of_the_whole, with_addon
 from helpers.step1 import parsed
 
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
@@ -98,6 +99,8 @@ CLASSIC_FLAGS = {
     "deepscale": None,
     "deepscale_config": "ds.json",
 }
+if "trackers" not in installed():
+    del CLASSIC_FLAGS["enable_tensorboard"], CLASSIC_FLAGS["tensorboard_path"]
 # Those that its step 2 and DPO share with step 1, and what each has besides.
 SHARED_FLAGS = CLASSIC_FLAGS.keys() - {"sft_only_data_path", "eot_token", "print_loss"}
 CLASSIC_REWARD_FLAGS = {
@@ -597,6 +600,7 @@ def test_all_classic_flags_parse_together():
     assert config.given == set(CLASSIC_FLAGS) - {"local_rank", "deepscale", "deepscale_config"}
 
 
+@with_addon("trackers")
 def test_step_1_script_of_deepspeed_chat_for_one_gpu_parses():
     config = parsed(
         *"--model_name_or_path facebook/opt-1.3b --gradient_accumulation_steps 8 --lora_dim 128 "
@@ -676,6 +680,7 @@ def test_one_option_given_leaves_a_stages_other_defaults():
     assert (config.data.packing, config.data.max_seq_len) == (False, 64)
 
 
+@with_addon("trackers")
 def test_step_2_scripts_of_deepspeed_chat_for_one_gpu_parse():
     line = (
         "--model_name_or_path facebook/opt-350m --num_padding_at_beginning 1 --weight_decay 0.1 "

@@ -13,6 +13,7 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data.readers import RawRow, RowError, hub_rows, iter_file, iter_rows
 from dschat_lora.data.rows import EmptyRowError, RowOptions, check_sources, parse_row
 from dschat_lora.data.sources import Source, find_source
+from helpers.addons import ROW_FILES
 
 PAIR = {"prompt": "p", "completion": "c"}
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -231,25 +232,25 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
     [
         (
             "trian.jsonl",
-            "--data_path trian.jsonl does not exist (in .: train.jsonl); give a file (.jsonl .json "
-            ".csv .txt .tar (each also .gz or .zst) .parquet .arrow), a directory of them, a "
-            "pattern such as 'data/*.jsonl', or a hub name such as org/name",
+            "--data_path trian.jsonl does not exist (in .: train.jsonl); give a file "
+            f"({ROW_FILES} .parquet .arrow), a directory of them, a pattern such as "
+            "'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "data/train.jsonl",
             "--data_path data/train.jsonl does not exist (nor does the directory data); give a "
-            "file (.jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow), a "
-            "directory of them, a pattern such as 'data/*.jsonl', or a hub name such as org/name",
+            f"file ({ROW_FILES} .parquet .arrow), a directory of them, a pattern such as "
+            "'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "notes.md",
-            "--data_path notes.md is a file of another kind; use .jsonl .json .csv .txt .tar (each "
-            "also .gz or .zst) .parquet .arrow, a directory of such files, or a hub name",
+            f"--data_path notes.md is a file of another kind; use {ROW_FILES} .parquet .arrow, "
+            "a directory of such files, or a hub name",
         ),
         (
             "bare",
             "--data_path bare is a directory without a data file; it holds other.md; files may "
-            "be .jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow",
+            f"be {ROW_FILES} .parquet .arrow",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from dschat_lora.data.rows import check_sources, config_sources, parse_row
 from dschat_lora.data.sources import find_source
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import text_data
+from helpers.addons import ROW_FILES
 
 
 @pytest.fixture(autouse=True)
@@ -225,9 +226,8 @@ def test_a_pattern_gives_the_data_files_that_match(tmp_path):
     (tmp_path / "data" / "README.md").write_text("about")
     assert texts("data/[ab].jsonl") == ["a", "b"]
     assert texts("data/*") == texts("**/*.jsonl") == ["a", "b", "c"]
-    kinds = ".jsonl .json .csv .txt .tar (each also .gz or .zst) .parquet .arrow"
     assert reason("data/*.md") == (
-        f"--data_path data/*.md matches no data file ({kinds}), but README.md"
+        f"--data_path data/*.md matches no data file ({ROW_FILES} .parquet .arrow), but README.md"
     )
     assert reason("none/*.jsonl").endswith(", but nothing")
     (tmp_path / "data[1].jsonl").write_text('{"text": "itself"}\n')

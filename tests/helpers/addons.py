@@ -3,7 +3,7 @@
 import pytest
 
 from dschat_lora.config.addon_names import ADDONS
-from dschat_lora.config.addons import installed, load
+from dschat_lora.config.addons import installed, load, provided
 from dschat_lora.config.verb_names import VERBS
 
 of_the_whole = pytest.mark.skipif(
@@ -18,6 +18,8 @@ def with_addon(name):
 
 # What add-ons write beside what a run of the trunk does.
 PAGES = {"report.html"} if "report" in installed() else set()
+# The kinds of files of rows in messages, those of add-ons that are there among them.
+ROW_FILES = " ".join((".jsonl .json .csv .txt", *provided("row_file"), "(each also .gz or .zst)"))
 
 
 def of_addon(path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dschat_lora import __main__ as program
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
-from dschat_lora.commands import seeds, train
+from dschat_lora.commands import train
 from dschat_lora.commands.launch import LauncherConfig
 from dschat_lora.commands.stages import STAGES
 from dschat_lora.config.addons import installed, load
@@ -312,8 +312,11 @@ def _run(argv, outcome):
                 (sys, "argv", ["dschat-lora", *argv]),
                 (stage_main.LateFunction, "load", load),
                 (train, "launch_stage", reach),
-                (seeds, "launch_stage", reach),
-                (seeds, "run_seeds", reach),
+                *(
+                    (seeds, name, reach)
+                    for seeds in of_addon("loralib.seeds")
+                    for name in ("launch_stage", "run_seeds")
+                ),
                 *((each, "alone", reach) for each in of_addon("pipeline.run")),
                 (socket, "create_server", listen),
             ),

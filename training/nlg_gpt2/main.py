@@ -9,7 +9,12 @@ Without a verb it trains. The loss is taken on the text and its end-of-sequence 
 
 import sys
 
-from dschat_lora.addons.nlg.verbs import run_nlg
+from dschat_lora.config.addons import verb_path
+from dschat_lora.runtime.stage_main import ended_in_one_line
 
 if __name__ == "__main__":
+    with ended_in_one_line():
+        verb_path("nlg")
+    from dschat_lora.addons.nlg.verbs import run_nlg
+
     run_nlg(sys.argv[1:], description=__doc__)

@@ -9,7 +9,12 @@ LoRA factors and the head; without --apply_lora every weight.
 
 import sys
 
-from dschat_lora.addons.glue.verbs import run_glue
+from dschat_lora.config.addons import verb_path
+from dschat_lora.runtime.stage_main import ended_in_one_line
 
 if __name__ == "__main__":
+    with ended_in_one_line():
+        verb_path("glue")
+    from dschat_lora.addons.glue.verbs import run_glue
+
     run_glue(sys.argv[1:], description=__doc__)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 
 from dschat_lora.addons.planning.families import FAMILIES, NO_EXPERTS
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -21,7 +22,6 @@ from dschat_lora.generation.generate import check_cache
 from dschat_lora.generation.kv_cache import TRIED
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.layers import is_quantized
-from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import share_parameters
 from dschat_lora.models.option_checks import check_divides
