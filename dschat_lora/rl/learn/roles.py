@@ -197,7 +197,7 @@ class _Builder:
         """A frozen base, of actor or critic; ``seeded``: its head is a new one."""
         own: RoleConfig = self.config.critic if scores else self.config.actor
         options = as_trained(own.model(self.config.load), source)
-        seed = {"seed": self.config.run.seed if seeded else None} if scores else {}
+        seed: dict[str, Any] = {"seed": self.config.run.seed if seeded else None} if scores else {}
         load = load_reward_model if scores else load_causal_lm
         fields = load_config(source.base, options)
         return load(source.base, fields, options, **seed, **self.how).requires_grad_(False)

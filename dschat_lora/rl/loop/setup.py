@@ -295,16 +295,18 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
         return {}
     roles, data, actor = setup.models.roles, setup.data, setup.models.settings["actor"]
 
-    def fingerprint(role: AdaptedModel | None) -> str | None:
-        return role and f"{base_fingerprint(role.model)} {adapter_fingerprint(role.model)}"
+    def fingerprint(role: AdaptedModel | None) -> str:
+        if role is None:
+            return ""
+        return f"{base_fingerprint(role.model)} {adapter_fingerprint(role.model)}"
 
     found = state_identity(roles.actor, setup.tokenizer, data.prompts, actor) | {
-        "critic": fingerprint(roles.reward or roles.critic),
+        "critic": fingerprint(roles.reward or roles.critic) or None,
         "text": None if data.text is None else data.text.train.identity,
         "rows": len(data.prompts.train),
     }
     if setup.config.reference is not None:
-        found |= setup.reference.identity(fingerprint(roles.reference) or "")
+        found |= setup.reference.identity(fingerprint(roles.reference))
     if data.answers is not None:
         found["answers"] = data.answers.prepared.train.identity
     return found

@@ -336,7 +336,9 @@ def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With blocks recomputed whose inputs are to be on the host."""
     option, own = "gradient_checkpointing", config.trained
     found = recomputing(config.parallel, {f"{n}_{option}": getattr(own[n], option) for n in own})
-    changed: dict[str, Any] = {n: replace(own[n], **{option: found[f"{n}_{option}"]}) for n in own}
+    changed: dict[str, Any] = {
+        n: replace(own[n], gradient_checkpointing=found[f"{n}_{option}"]) for n in own
+    }
     return replace(config, **changed)
 
 
