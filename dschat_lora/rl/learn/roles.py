@@ -193,7 +193,9 @@ class _Builder:
         held = bits or self.config.load.base_bits or source.base_bits or 16
         return source.base, source.rope_scaling, held
 
-    def base(self, source: ModelSource, *, scores: bool = False, seeded: bool = False) -> Any:
+    def base(
+        self, source: ModelSource, *, scores: bool = False, seeded: bool = False
+    ) -> PreTrainedModel:
         """A frozen base, of actor or critic; ``seeded``: its head is a new one."""
         own: RoleConfig = self.config.critic if scores else self.config.actor
         options = as_trained(own.model(self.config.load), source)
