@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from dschat_lora.addons.engines.facts import is_address, is_remote
 from dschat_lora.config.addons import installed
 from dschat_lora.config.groups import LoadConfig, ModelConfig, require, require_numbers
 from dschat_lora.config.options import option
+from dschat_lora.rl.options.names import is_address, is_remote
 
 if TYPE_CHECKING:
     from dschat_lora.addons.distill.teacher import Teacher, TeacherScorer

@@ -1,27 +1,9 @@
 """What each engine says of itself, and the addresses of servers."""
 
-import re
-from urllib.parse import urlsplit
-
 from dschat_lora.rl.options.engines import EngineFacts
+from dschat_lora.rl.options.names import is_address
 
 _HERE = "dschat_lora.addons.engines"
-_ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
-
-
-def is_remote(name: str) -> bool:
-    """Whether ``name`` begins as the address of a server."""
-    return name.startswith(("http://", "https://"))
-
-
-def is_address(text: str) -> bool:
-    """Whether ``text`` is the address of a server."""
-    try:
-        parts = urlsplit(text)
-        host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
-        return bool(_ADDRESS.fullmatch(text) and host and parts.port != 0)
-    except ValueError:
-        return False
 
 
 def server_addresses(name: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+from dschat_lora.rl.options.names import is_remote
 from dschat_lora.rl.response.coroutines import run_together
 from dschat_lora.runtime.checks import require_packages
 
@@ -66,7 +67,7 @@ async def _open_mcp(server: str) -> tuple[Any, list[dict[str, Any]]]:
     from mcp import Client, StdioServerParameters, stdio_client
 
     target: Any = server
-    if not server.startswith(("http://", "https://")):
+    if not is_remote(server):
         command, *arguments = shlex.split(server)
         target = stdio_client(StdioServerParameters(command=command, args=arguments))
     ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -1,8 +1,10 @@
-"""Names of functions and objects, as options have them."""
+"""Names of functions and servers, as options have them."""
 
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from dschat_lora.config.addons import SEAMS, begins_values, provided, provided_name
 from dschat_lora.config.groups import require
@@ -10,6 +12,7 @@ from dschat_lora.config.held import held_object, is_held, is_in_module
 from dschat_lora.runtime.checks import check_function, imported
 
 Function = Callable[..., Any] | str  # or module:function, which is imported when it is called
+_ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
 _SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
 # By option the names that are the package's own, which no add-on may have.
@@ -48,9 +51,24 @@ def is_own(option: str, name: str) -> bool:
     return is_held(name) or bool(addon_name(option, name)) or is_in_module(name)
 
 
+def is_remote(name: str) -> bool:
+    """Whether ``name`` begins as the address of a server."""
+    return name.startswith(("http://", "https://"))
+
+
 def gives_one_reward(name: str) -> bool:
     """Whether an add-on makes what scores of the whole ``name``, and so has one score."""
     return begins_values(addon_name("reward_function", name))
+
+
+def is_address(text: str) -> bool:
+    """Whether ``text`` is the address of a server."""
+    try:
+        parts = urlsplit(text)
+        host = (parts.hostname or "").encode("idna")  # refuses labels above 63 characters
+        return bool(_ADDRESS.fullmatch(text) and host and parts.port != 0)
+    except ValueError:
+        return False
 
 
 def check_name(option: str, name: str) -> None:
