@@ -15,6 +15,7 @@ from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.options import option_names
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.rl.options.config import RlhfConfig
+from helpers.addons import of_the_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -169,6 +170,7 @@ def test_pictures_are_small_and_shown():
             ElementTree.parse(path)
 
 
+@of_the_whole
 @pytest.mark.parametrize("path", sorted(DOCS.glob("coming_from_*.md")), ids=lambda path: path.stem)
 def test_options_of_ours_beside_another_trainers_exist(path):
     stages = (SupervisedConfig, RewardStageConfig, DpoStageConfig, RlhfConfig)

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
+from helpers.addons import of_the_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 # Ways to install that leave the same packages behind.
@@ -200,6 +201,7 @@ def test_extras_that_errors_name_exist_and_old_names_install_at_least_what_they_
     assert {a or b for a, b in asked} <= found.keys() - old
 
 
+@of_the_whole
 def test_versions_that_are_asked_for_are_the_lowest_that_setup_declares():
     text = "".join(path.read_text("utf-8") for path in (ROOT / "dschat_lora").rglob("*.py"))
     asked = {*map(Requirement, re.findall(r'"([a-z_]+>=[\d.]+)"', text))}

@@ -24,6 +24,7 @@ from harness import (
     wait_until,
 )
 
+from dschat_lora.config.addons import installed
 from helpers.launcher import STEP1
 
 pytestmark = pytest.mark.stage
@@ -45,8 +46,9 @@ PLACES = {
     "checkpoints": ("/out/checkpoints", [], 1, 99),
     "metrics": ("/out/metrics.jsonl", [], int(LONG), 8),
     "record": ("/out/run.json", [], int(LONG), 7),
-    "tensorboard": ("/out/tensorboard", ["--report_to", "tensorboard"], int(LONG), 6),
 }
+if "trackers" in installed():
+    PLACES["tensorboard"] = ("/out/tensorboard", ["--report_to", "tensorboard"], int(LONG), 6)
 ELSEWHERE = "/nowhere"
 MOST_SECONDS_UNTIL_ALL_RANKS_END = 20
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from helpers.addons import of_the_whole
 from helpers.spread import ALL
 from scripts.run_notebooks import NOTEBOOKS, executed
 
@@ -111,6 +112,7 @@ CHECKS = {
 }
 
 
+@of_the_whole
 @pytest.mark.parametrize("name", NAMES if ALL else ["your_data"])
 def test_a_notebook_runs_from_nothing_and_shows_what_it_says(name, tmp_path):
     notebook = executed(NOTEBOOKS / f"{name}.ipynb", tmp_path)

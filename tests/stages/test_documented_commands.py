@@ -13,10 +13,11 @@ import subprocess
 import pytest
 
 from dschat_lora.assets import BUNDLED_DATA
+from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
 from helpers.step1 import write_jsonl
 
-pytestmark = pytest.mark.stage
+pytestmark = [pytest.mark.stage, of_the_whole]
 
 DOCS = ROOT / "docs"
 MAIN = ROOT / "dschat_lora" / "__main__.py"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from dschat_lora.config.addons import installed
 from helpers.launcher import ROOT, STEP1, undisturbed_runs
 from helpers.rlhf_course import save_family, write_prompts, write_texts
 from helpers.spread import ALL
@@ -44,6 +45,8 @@ COMMON = f"""
     --output_dir out --resume_from_checkpoint auto
 """.split()
 STREAM = "--streaming --shuffle_buffer_size 5 --preprocessing_num_workers 1"
+if "streaming" not in installed():
+    STREAM = ""
 # name: (ranks, reward model, options)
 RUNS = {
     "1 rank": (1, "reward", ""),

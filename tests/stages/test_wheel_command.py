@@ -17,6 +17,7 @@ import torch
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.models.source import find_model
+from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage
@@ -83,6 +84,7 @@ def test_wheel_holds_the_configs_of_the_checkout_and_no_tests(wheel):
     assert not [name for name in names if name.startswith(("tests/", "training/", "configs/"))]
 
 
+@of_the_whole
 @pytest.mark.thorough
 def test_wheel_lists_its_recipes_and_checks_a_pipeline_of_every_stage(installed):
     listed = json.loads(installed("recipes", "--json"))
@@ -101,6 +103,7 @@ def test_wheel_trains(trained):
     assert json.loads((home / "run.json").read_text())["status"] == "finished"
 
 
+@of_the_whole
 def test_wheel_makes_a_page_of_a_run(installed, trained):
     home, _ = trained
     page = home / "report.html"
@@ -109,6 +112,7 @@ def test_wheel_makes_a_page_of_a_run(installed, trained):
     assert "uPlot" in page.read_text("utf-8")
 
 
+@of_the_whole
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "path"),
@@ -133,6 +137,7 @@ def test_wheel_serves(words, path, installed, trained):
         running.send_signal(signal.SIGINT)
 
 
+@of_the_whole
 def test_run_ends_with_commands_and_a_page_that_name_its_output(trained):
     _, said = trained
     assert said.splitlines()[-4:] == [
