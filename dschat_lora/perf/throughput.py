@@ -263,6 +263,12 @@ class StepCounts:
     def __add__(self, other: "StepCounts") -> "StepCounts":
         return StepCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
+    def sizes(self, *, skips_padding: bool) -> dict[str, float]:
+        """Arguments of :func:`step_flops`; without padding where that is not computed."""
+        names = ["num_tokens", "num_attended", "num_targets"]
+        names += [] if skips_padding else ["num_positions", "num_scored_pairs"]
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass
 class _Total:
@@ -364,12 +370,8 @@ class Meter:
             return metrics
         flops = total.extra + step_flops(
             self.shape,
-            num_tokens=counts.num_tokens,
-            num_attended=counts.num_attended,
-            num_targets=counts.num_targets,
             gradient_checkpointing=self.gradient_checkpointing,
-            num_positions=None if self.skips_padding else counts.num_positions,
-            num_scored_pairs=None if self.skips_padding else counts.num_scored_pairs,
+            **counts.sizes(skips_padding=self.skips_padding),
         )
         device_tera_seconds = total.seconds * self.world_size * 1e12
         tflops = flops.model / device_tera_seconds

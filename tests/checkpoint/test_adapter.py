@@ -56,11 +56,24 @@ def rewrite_config(directory, **fields):
     write_manifest(directory, kind="adapter")
 
 
-def write_without_manifest(directory):
-    """An adapter as stock PEFT leaves it."""
-    write(directory)
-    rewrite(directory, lambda tensors: None)
-    (directory / "manifest.json").unlink()
+@pytest.fixture
+def adapter(tmp_path):
+    """The directory of an adapter."""
+    write(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def foreign(adapter):
+    """That of one as stock PEFT leaves it, without a manifest."""
+    rewrite(adapter, lambda tensors: None)
+    (adapter / "manifest.json").unlink()
+    return adapter
+
+
+def refused(directory, message, read=read_adapter):
+    with pytest.raises(ValueError, match=message):
+        read(directory)
 
 
 A = "base_model.model.blocks.0.q.lora_A.weight"
@@ -108,9 +121,8 @@ def test_reading_returns_what_was_written(tmp_path):
     assert back.base_tensors == {}
 
 
-def test_config_of_an_adapter_lists_whole_paths(tmp_path):
-    write(tmp_path / "adapter")
-    assert lora_config_of(tmp_path / "adapter") == LoraConfig(
+def test_config_of_an_adapter_lists_whole_paths(adapter):
+    assert lora_config_of(adapter) == LoraConfig(
         lora_dim=2,
         lora_alpha=4,
         lora_dropout=0.1,
@@ -127,11 +139,10 @@ def test_16_bit_tensors_are_stored_as_fp32(tmp_path):
     assert {t.dtype for t in stored.values()} == {torch.float32}
 
 
-def test_other_users_may_read_what_was_written(tmp_path):
-    write(tmp_path / "adapter")
+def test_other_users_may_read_what_was_written(tmp_path, adapter):
     (tmp_path / "plain").write_text("")
     plain = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
-    for path in (tmp_path / "adapter").iterdir():
+    for path in adapter.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == plain, path.name
 
 
@@ -271,74 +282,61 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_tensors_are_refused(damage, message, tmp_path):
-    write(tmp_path / "adapter")
-    rewrite(tmp_path / "adapter", damage)
-    with pytest.raises(ValueError, match=message):
-        read_adapter(tmp_path / "adapter")
+def test_damaged_tensors_are_refused(damage, message, adapter):
+    rewrite(adapter, damage)
+    refused(adapter, message)
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, -1])
-def test_truncated_file_without_manifest_is_refused(length, tmp_path):
-    write_without_manifest(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_model.safetensors"
+def test_truncated_file_without_manifest_is_refused(length, foreign):
+    path = foreign / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged"):
-        read_adapter(tmp_path / "adapter")
+    refused(foreign, r"adapter_model\.safetensors is damaged")
 
 
-def test_missing_weights_are_reported(tmp_path):
-    write_without_manifest(tmp_path / "adapter")
-    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors$"):
-        read_adapter(tmp_path / "adapter")
+def test_missing_weights_are_reported(foreign):
+    (foreign / "adapter_model.safetensors").unlink()
+    refused(foreign, r"has no adapter_model\.safetensors$")
 
 
-def test_pickled_weights_are_never_opened(tmp_path):
-    write_without_manifest(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_model.safetensors"
+def test_pickled_weights_are_never_opened(foreign):
+    path = foreign / "adapter_model.safetensors"
     path.rename(path.with_name("adapter_model.bin"))
-    with pytest.raises(ValueError, match=r"only a pickled adapter_model\.bin, which can run code"):
-        read_adapter(tmp_path / "adapter")
+    refused(foreign, r"only a pickled adapter_model\.bin, which can run code")
 
 
-def test_adapter_for_other_modules_is_refused(tmp_path):
-    write(tmp_path / "adapter")
+def test_adapter_for_other_modules_is_refused(adapter):
     less = small_model(LoraConfig(lora_dim=2, lora_alpha=4, target_modules=("q",)))
     with pytest.raises(ValueError, match=r"holds blocks\.0\.v\.lora_A, .* no place for"):
-        load_adapter(less, tmp_path / "adapter")
+        load_adapter(less, adapter)
     more = small_model(LoraConfig(lora_dim=2, lora_alpha=4, modules_to_save=("score",)))
     with pytest.raises(ValueError, match=r"lacks score\.trained\.bias, score\.trained\.weight"):
-        load_adapter(more, tmp_path / "adapter")
+        load_adapter(more, adapter)
 
 
-def test_adapter_of_other_shape_is_refused(tmp_path):
-    write(tmp_path / "adapter")
-    rewrite(tmp_path / "adapter", lambda t: t.update({A: torch.zeros(2, 9)}))
+def test_adapter_of_other_shape_is_refused(adapter):
+    rewrite(adapter, lambda t: t.update({A: torch.zeros(2, 9)}))
     with pytest.raises(ValueError, match=r"q\.lora_A is \(2, 9\), the model has \(2, 4\)"):
-        load_adapter(small_model(), tmp_path / "adapter")
+        load_adapter(small_model(), adapter)
 
 
 @pytest.mark.parametrize("options", [{"lora_alpha": 5}, {"lora_alpha": 4, "use_rslora": True}])
-def test_adapter_of_other_scaling_is_refused(options, tmp_path):
-    write(tmp_path / "adapter")
+def test_adapter_of_other_scaling_is_refused(options, adapter):
     with pytest.raises(ValueError, match=r"was trained with scaling 2 \(lora_alpha 4, r 2"):
-        load_adapter(small_model(LoraConfig(lora_dim=2, **options)), tmp_path / "adapter")
+        load_adapter(small_model(LoraConfig(lora_dim=2, **options)), adapter)
 
 
-def test_refused_adapter_changes_nothing(tmp_path):
-    write(tmp_path / "adapter")
-    rewrite(tmp_path / "adapter", lambda t: t.update({A: torch.ones(2, 9), B: torch.ones(6, 2)}))
+def test_refused_adapter_changes_nothing(adapter):
+    rewrite(adapter, lambda t: t.update({A: torch.ones(2, 9), B: torch.ones(6, 2)}))
     model = small_model()
     with pytest.raises(ValueError, match="the model has"):
-        load_adapter(model, tmp_path / "adapter")
+        load_adapter(model, adapter)
     assert not model.blocks[0].q.lora_B.any()
 
 
-def test_loading_onto_meta_checks_without_values(tmp_path):
-    write(tmp_path / "adapter")
+def test_loading_onto_meta_checks_without_values(adapter):
     model = small_model().to("meta")
-    assert len(load_adapter(model, tmp_path / "adapter")) == 4
+    assert len(load_adapter(model, adapter)) == 4
 
 
 @pytest.mark.parametrize(
@@ -356,17 +354,14 @@ def test_loading_onto_meta_checks_without_values(tmp_path):
         ({"some_future_variant": True}, "some_future_variant True is not supported"),
     ],
 )
-def test_config_fields_are_checked(fields, message, tmp_path):
-    write(tmp_path / "adapter")
-    rewrite_config(tmp_path / "adapter", **fields)
-    with pytest.raises(ValueError, match=message):
-        read_adapter(tmp_path / "adapter")
+def test_config_fields_are_checked(fields, message, adapter):
+    rewrite_config(adapter, **fields)
+    refused(adapter, message)
 
 
-def test_unset_and_tuning_fields_of_other_versions_are_ignored(tmp_path):
-    write(tmp_path / "adapter")
-    rewrite_config(tmp_path / "adapter", future_config=None, future_size=16, future_flag=False)
-    assert read_adapter(tmp_path / "adapter").config.r == 2
+def test_unset_and_tuning_fields_of_other_versions_are_ignored(adapter):
+    rewrite_config(adapter, future_config=None, future_size=16, future_flag=False)
+    assert read_adapter(adapter).config.r == 2
 
 
 # ---------------------------------------------------------------------------- manifest
@@ -419,32 +414,25 @@ def test_changed_file_is_named_with_what_to_do(name, read, tmp_path):
 
 
 @pytest.mark.parametrize("read", [read_adapter, verify_adapter])
-def test_deleted_manifest_is_missed(read, tmp_path):
-    write(tmp_path / "adapter")
-    (tmp_path / "adapter" / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"adapter/manifest\.json is missing; copy the adapter"):
-        read(tmp_path / "adapter")
+def test_deleted_manifest_is_missed(read, adapter):
+    (adapter / "manifest.json").unlink()
+    refused(adapter, r"adapter/manifest\.json is missing; copy the adapter", read)
 
 
 @pytest.mark.parametrize("read", [read_adapter, verify_adapter])
-def test_deleted_or_unreadable_weights_are_missed(read, tmp_path):
-    write(tmp_path / "adapter")
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+def test_deleted_or_unreadable_weights_are_missed(read, adapter):
+    weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(b"\xff" * weights.stat().st_size)
     message = r"adapter_model\.safetensors has another SHA-256 .*; copy or save the adapter again"
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path / "adapter")
+    refused(adapter, message, read)
     weights.unlink()
-    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is missing; copy or save"):
-        read(tmp_path / "adapter")
+    refused(adapter, r"adapter_model\.safetensors is missing; copy or save", read)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 7, b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
-def test_garbled_weights_without_manifest_are_refused_at_start_up(data, tmp_path):
-    write_without_manifest(tmp_path / "adapter")
-    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(data)
-    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged: .*save"):
-        verify_adapter(tmp_path / "adapter")
+def test_garbled_weights_without_manifest_are_refused_at_start_up(data, foreign):
+    (foreign / "adapter_model.safetensors").write_bytes(data)
+    refused(foreign, r"adapter_model\.safetensors is damaged: .*save", verify_adapter)
 
 
 def test_model_card_may_be_edited_or_removed(tmp_path):
@@ -456,17 +444,14 @@ def test_model_card_may_be_edited_or_removed(tmp_path):
     verify_adapter(tmp_path / "adapter")
 
 
-def test_adapter_without_mark_and_manifest_is_read(tmp_path):
-    write_without_manifest(tmp_path / "adapter")
-    assert read_adapter(tmp_path / "adapter").config.r == 2
-    verify_adapter(tmp_path / "adapter")
+def test_adapter_without_mark_and_manifest_is_read(foreign):
+    assert read_adapter(foreign).config.r == 2
+    verify_adapter(foreign)
 
 
-def test_manifest_of_a_checkpoint_is_none_of_an_adapter(tmp_path):
-    write(tmp_path / "adapter")
-    write_manifest(tmp_path / "adapter", kind="checkpoint")
-    with pytest.raises(ValueError, match=r"manifest\.json is of kind 'checkpoint', not 'adapter'"):
-        read_adapter(tmp_path / "adapter")
+def test_manifest_of_a_checkpoint_is_none_of_an_adapter(adapter):
+    write_manifest(adapter, kind="checkpoint")
+    refused(adapter, r"manifest\.json is of kind 'checkpoint', not 'adapter'")
 
 
 @with_addon("inspect")

@@ -32,18 +32,20 @@ def test_directory_without_config_is_no_adapter(tmp_path):
         read_adapter_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"r": 8', b"\xff\xfe"])
-def test_damaged_json_is_reported(text, tmp_path):
-    data = text if isinstance(text, bytes) else text.encode()
-    (tmp_path / "adapter_config.json").write_bytes(data)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *(
+            (text, r"adapter_config\.json is damaged")
+            for text in (b"", b"{", b'{"r": 8', b"\xff\xfe")
+        ),
+        (b"[]", "must hold a JSON object, got list"),
+    ],
+)
+def test_what_is_no_json_object_is_reported(text, message, tmp_path):
+    (tmp_path / "adapter_config.json").write_bytes(text)
     assert is_adapter_directory(tmp_path)
-    with pytest.raises(ValueError, match=r"adapter_config\.json is damaged"):
-        read_adapter_config(tmp_path)
-
-
-def test_json_that_is_no_object_is_reported(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+    with pytest.raises(ValueError, match=message):
         read_adapter_config(tmp_path)
 
 

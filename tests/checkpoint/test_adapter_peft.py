@@ -15,7 +15,8 @@ from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
-from helpers.tiny_models import random_ids, randomise, tiny_model
+from helpers.tiny import write_trained
+from helpers.tiny_models import random_ids, randomise, tiny_model, trained_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -67,18 +68,9 @@ OURS = {
 @pytest.mark.parametrize(("kind", "options"), OURS.values(), ids=OURS)
 def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path):
     config = LoraConfig(**{"lora_dim": 3, "lora_alpha": 6} | options)
-    model, ids = tiny_model(kind), random_ids()
-    apply_lora(model, config, seed=0)
-    randomise(adapter_parameters(model).values())
+    model, ids = trained_model(kind, config), random_ids()
     task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
-    write_adapter(
-        tmp_path / "adapter",
-        {name: p.detach() for name, p in adapter_parameters(model).items()},
-        config,
-        layout=adapter_layout(model),
-        base_model_name_or_path="base",
-        task_type=task,
-    )
+    write_trained(tmp_path / "adapter", model, config, task_type=task)
     # PEFT corrects this one by itself, with a warning; other readers do not.
     assert read_adapter(tmp_path / "adapter").config.fan_in_fan_out == (kind == "gpt2")
     with warnings.catch_warnings(record=True) as caught:
@@ -97,14 +89,10 @@ def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path)
 PARTS = LoraConfig(lora_dim=3, lora_alpha=5.5, target_modules=("c_attn",), enable_lora=("q", "v"))
 
 
-def write_parts(directory, config=PARTS):
+def write_parts(directory):
     """An adapter of parts of GPT-2's packed projections, and its model."""
-    model = tiny_model("gpt2")
-    apply_lora(model, config, seed=0)
-    randomise(adapter_parameters(model).values())
-    tensors = {name: p.detach() for name, p in adapter_parameters(model).items()}
-    layout = adapter_layout(model)
-    write_adapter(directory, tensors, config, layout=layout, base_model_name_or_path="base")
+    model = trained_model("gpt2", PARTS)
+    write_trained(directory, model, PARTS)
     return model
 
 
@@ -162,9 +150,7 @@ def test_an_adapter_of_parts_with_values_between_them_is_refused(tmp_path):
 
 def test_parameters_that_begin_anew_are_left_as_they_are(tmp_path):
     config = LoraConfig(lora_dim=2, modules_to_save=("score",))
-    model = tiny_model("reward")
-    apply_lora(model, config, seed=0)
-    randomise(adapter_parameters(model).values())
+    model = trained_model("reward", config)
     tensors = {name: p.detach() for name, p in adapter_parameters(model).items()}
     tensors["score.trained.weight"] = torch.ones(3, 16)  # of another task
     layout = adapter_layout(model)
@@ -292,13 +278,7 @@ def test_adapter_saved_anew_by_peft_is_read_once_its_old_manifest_is_deleted(kin
     config, directory = LoraConfig(lora_dim=3, lora_alpha=6), tmp_path / "adapter"
     model = tiny_model(kind)
     apply_lora(model, config, seed=0)
-    write_adapter(
-        directory,
-        {name: p.detach() for name, p in adapter_parameters(model).items()},
-        config,
-        layout=adapter_layout(model),
-        base_model_name_or_path="base",
-    )
+    write_trained(directory, model, config)
     theirs = peft.PeftModel.from_pretrained(tiny_model(kind), directory, is_trainable=True)
     randomise(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(directory)

@@ -10,11 +10,10 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, write_adapter
+from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.merge import merged_state_dict
 from dschat_lora.lora.model import (
-    adapter_layout,
     adapter_parameters,
     apply_lora,
     lora_layers,
@@ -22,6 +21,7 @@ from dschat_lora.lora.model import (
 )
 from fakecuda.captured import tiny
 from helpers.spread import ALL
+from helpers.tiny import write_trained
 
 IDS = torch.tensor([[5, 9, 11, 3, 7, 8, 200, 41], [6, 4, 300, 2, 77, 15, 16, 400]])
 # With shared experts, dense layers or neither, in types whose names PEFT converts and others.
@@ -47,9 +47,7 @@ def write(base, directory, **options):
     generator = torch.Generator().manual_seed(2)
     for parameter in adapter_parameters(model).values():
         parameter.data.normal_(0, 0.1, generator=generator)
-    layout = adapter_layout(model)
-    tensors = adapter_parameters(model)
-    write_adapter(directory, tensors, config, layout=layout, base_model_name_or_path="base")
+    write_trained(directory, model, config)
     return model
 
 
@@ -179,8 +177,7 @@ def test_numbers_of_one_layer_of_experts_stay_its_own(tmp_path):
     theirs = get_peft_model(copy.deepcopy(base), PeftConfig(**options))
     theirs.save_pretrained(tmp_path / "theirs")
     ours, config = read(base, tmp_path / "theirs"), lora_config_of(tmp_path / "theirs")
-    written = {"layout": adapter_layout(ours), "base_model_name_or_path": "base"}
-    write_adapter(tmp_path / "ours", adapter_parameters(ours), config, **written)
+    write_trained(tmp_path / "ours", ours, config)
     back = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours")
     torch.testing.assert_close(back(IDS).logits, theirs(IDS).logits, rtol=0, atol=5e-6)
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, write_adapter
+from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.adapter_config import _config_in_state, read_adapter_config
 from dschat_lora.checkpoint.model_card import model_card
 from dschat_lora.config.groups import OWN_SETTINGS, LoraConfig
 from dschat_lora.lora.merge import merged_state_dict
-from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
+from dschat_lora.lora.model import apply_lora, lora_layers
 from dschat_lora.lora.targets import matching_key
+from helpers.tiny import write_trained
 from helpers.tiny_models import random_ids, randomise, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -70,13 +71,7 @@ def test_an_adapter_of_peft_is_read_written_merged_and_read_by_peft_again(kind, 
     merged.load_state_dict(merged_state_dict(model))
     torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
-    write_adapter(
-        tmp_path / "ours",
-        {name: p.detach() for name, p in adapter_parameters(model).items()},
-        config,
-        layout=adapter_layout(model),
-        base_model_name_or_path="base",
-    )
+    write_trained(tmp_path / "ours", model, config)
     back = peft.PeftModel.from_pretrained(tiny_model(kind), tmp_path / "ours").eval()
     torch.testing.assert_close(back(ids).logits, expected, rtol=1e-5, atol=1e-5)
     again, _ = ours(kind, tmp_path / "ours")

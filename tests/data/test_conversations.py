@@ -368,11 +368,16 @@ def test_a_file_that_is_no_chat_template_is_refused(tmp_path, text, message):
     assert message in str(error.value)
 
 
-def prepared(tmp_path, path, name, **options):
-    config = DataConfig(data_path=(str(path),), max_seq_len=500, **options)
-    tokenizer = build_chat_tokenizer(name)
-    eos = tokenizer.eos_token_id
-    return prepare(config, tokenizer, phase=1, seed=0, eos_id=eos, cache_dir=tmp_path / "cache")
+@pytest.fixture
+def prepared(run):
+    """What a file is prepared as for a family's template."""
+
+    def call(path, name, **options):
+        tokenizer = build_chat_tokenizer(name)
+        more = {"eos_id": tokenizer.eos_token_id, "max_seq_len": 500}
+        return run(path, tokenizer=tokenizer, **more | options)
+
+    return call
 
 
 def numbered(count):
@@ -381,9 +386,9 @@ def numbered(count):
     ]
 
 
-def test_samples_of_a_row_are_held_out_together_and_counted(tmp_path, jsonl):
+def test_samples_of_a_row_are_held_out_together_and_counted(prepared, jsonl):
     path = jsonl([*numbered(20), numbered(1)[0]])
-    data = prepared(tmp_path, path, "qwen3", eval_ratio=0.2)
+    data = prepared(path, "qwen3", eval_ratio=0.2)
     audit = data.audit
     assert (audit.train_rows, audit.train_samples) == (17, 34)
     assert (audit.eval_rows, audit.eval_samples) == (4, 8)
@@ -400,12 +405,12 @@ def test_samples_of_a_row_are_held_out_together_and_counted(tmp_path, jsonl):
         "thoughts     34 empty ones, which the chat template adds, are read and not learnt "
         "(--train_empty_think learns them)" in audit.lines()
     )
-    every = prepared(tmp_path, path, "qwen3", eval_ratio=0.2, train_empty_think=True).audit
+    every = prepared(path, "qwen3", eval_ratio=0.2, train_empty_think=True).audit
     # A token each: <think>, two lines, </think>, two lines.
     assert every.supervised_tokens - audit.supervised_tokens == 34 * 6
     assert (every.empty_thoughts, every.tokens) == (0, audit.tokens)
     # A template that leaves turns as they are holds out the same rows.
-    plain = prepared(tmp_path, path, "qwen2_5", eval_ratio=0.2)
+    plain = prepared(path, "qwen2_5", eval_ratio=0.2)
     rows = {
         name: {
             build_chat_tokenizer(name).decode(each.eval[i].input_ids).split("b")[-1].split("<")[0]
@@ -417,15 +422,15 @@ def test_samples_of_a_row_are_held_out_together_and_counted(tmp_path, jsonl):
     assert rows["qwen2_5"] <= rows["qwen3"]
 
 
-def test_weights_use_all_samples_of_a_row_as_often(tmp_path, jsonl):
-    data = prepared(tmp_path, jsonl(numbered(10)), "qwen3", eval_ratio=0.0, data_weights=(2.0,))
+def test_weights_use_all_samples_of_a_row_as_often(prepared, jsonl):
+    data = prepared(jsonl(numbered(10)), "qwen3", eval_ratio=0.0, data_weights=(2.0,))
     assert (data.audit.train_rows, data.audit.train_samples) == (10, 40)
 
 
-def test_variables_of_the_template_make_another_entry_of_the_cache(tmp_path, jsonl):
+def test_variables_of_the_template_make_another_entry_of_the_cache(prepared, jsonl):
     path = jsonl(numbered(4))
     keys = {
-        prepared(tmp_path, path, "qwen3", chat_template_kwargs=text).fingerprint
+        prepared(path, "qwen3", chat_template_kwargs=text).fingerprint
         for text in (None, '{"enable_thinking": false}', '{"enable_thinking": true}')
     }
     assert len(keys) == 3

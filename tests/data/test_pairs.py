@@ -15,7 +15,6 @@ from dschat_lora.data import samples as store
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.prepare import prepare
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import check_sources, parse_row, require_usable
@@ -289,23 +288,9 @@ def test_digest_tells_any_other_field_apart(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def prepared(tmp_path, jsonl):
-    """``prepare`` of rows as pairs, with settings of its own for one call."""
-
-    def call(rows, kind="pairs", **options):
-        options = {"max_seq_len": 64, "eval_ratio": 0.0} | options
-        config = DataConfig(data_path=(str(jsonl(rows)),), **options)
-        return prepare(
-            config,
-            build_byte_tokenizer(),
-            phase=2,
-            seed=0,
-            eos_id=EOS,
-            cache_dir=tmp_path / "cache",
-            kind=kind,
-        )
-
-    return call
+def prepared(run, jsonl):
+    """What rows are prepared as, with settings of its own for one call."""
+    return lambda rows, kind="pairs", **more: run(jsonl(rows), phase=2, kind=kind, **more)
 
 
 def preference(prompt, chosen, rejected, **more):

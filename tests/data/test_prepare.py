@@ -28,30 +28,6 @@ def pairs(count, tag="row"):
     return [{"prompt": f"{tag} {i}:", "completion": f" {i}"} for i in range(count)]
 
 
-@pytest.fixture
-def run(tmp_path, byte_tokenizer):
-    """``prepare`` with settings of its own for one call."""
-
-    def call(*paths, tokenizer=byte_tokenizer, phase=1, seed=0, eos_id=EOS, **options):
-        options = {"max_seq_len": 64, "eval_ratio": 0.0} | options
-        config = DataConfig(data_path=tuple(map(str, paths)), **options)
-        return prepare(
-            config,
-            tokenizer,
-            phase=phase,
-            seed=seed,
-            eos_id=eos_id,
-            cache_dir=tmp_path / "cache",
-        )
-
-    return call
-
-
-@pytest.fixture(scope="session")
-def byte_tokenizer():
-    return build_byte_tokenizer()
-
-
 def texts(token_set, tokenizer=None):
     """Samples as text, special tokens included."""
     tokenizer = tokenizer or build_byte_tokenizer()

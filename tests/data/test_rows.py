@@ -16,6 +16,7 @@ from dschat_lora.data.sources import Source, find_source
 from helpers.addons import ROW_FILES
 
 PAIR = {"prompt": "p", "completion": "c"}
+KINDS = f"{ROW_FILES} .parquet .arrow"
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
@@ -232,25 +233,23 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
     [
         (
             "trian.jsonl",
-            "--data_path trian.jsonl does not exist (in .: train.jsonl); give a file "
-            f"({ROW_FILES} .parquet .arrow), a directory of them, a pattern such as "
-            "'data/*.jsonl', or a hub name such as org/name",
+            f"trian.jsonl does not exist (in .: train.jsonl); give a file ({KINDS}), a directory "
+            "of them, a pattern such as 'data/*.jsonl', or a hub name such as org/name",
         ),
         (
             "data/train.jsonl",
-            "--data_path data/train.jsonl does not exist (nor does the directory data); give a "
-            f"file ({ROW_FILES} .parquet .arrow), a directory of them, a pattern such as "
-            "'data/*.jsonl', or a hub name such as org/name",
+            f"data/train.jsonl does not exist (nor does the directory data); give a file ({KINDS})"
+            ", a directory of them, a pattern such as 'data/*.jsonl', or a hub name such as "
+            "org/name",
         ),
         (
             "notes.md",
-            f"--data_path notes.md is a file of another kind; use {ROW_FILES} .parquet .arrow, "
-            "a directory of such files, or a hub name",
+            f"notes.md is a file of another kind; use {KINDS}, a directory of such files, or a hub "
+            "name",
         ),
         (
             "bare",
-            "--data_path bare is a directory without a data file; it holds other.md; files may "
-            f"be {ROW_FILES} .parquet .arrow",
+            "bare is a directory without a data file; it holds other.md; files may be " + KINDS,
         ),
     ],
 )
@@ -264,7 +263,7 @@ def test_what_cannot_be_found_is_named_with_what_was_found(
     (tmp_path / "bare" / "other.md").write_text("")
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
         check_sources(DataConfig(data_path=(entry,)))
-    assert str(error.value) == message
+    assert str(error.value) == f"--data_path {message}"
 
 
 def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):

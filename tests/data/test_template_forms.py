@@ -40,6 +40,12 @@ def by_role(*, user, said, always="", ask="", system="", tool="", call=""):
     return f"{{% for m in messages %}}{body}{{% endfor %}}{asked}{{{{ {always!r} }}}}"
 
 
+def ended(tokens, end, *, before="", **roles):
+    """A form without calls, each of whose answers ends in one token."""
+    answers = [f"{before}{said}{end}" for said in ("First.", "Second.")]
+    return by_role(**roles), tokens, (end,) if end != EOS else (), answers, None
+
+
 LINE = "{{ '\\n' }}"  # one behind a tag is cut
 NAME = "{{ c.function.name }}"
 JSON = "{{ c.function.arguments | tojson }}"
@@ -115,16 +121,12 @@ FORMS = {
         ["<|reply|>First.<|/reply|><|stop|>", "<|reply|>Second.<|/reply|><|stop|>"],
         ['<|act|>add{"a": 2}<|/act|><|stop|>', "<|reply|>It is 5.<|/reply|><|stop|>"],
     ),
-    "header always, end-of-sequence between turns": (
-        by_role(
-            user="<|start|>user\n$<eos>\n",
-            said="<|start|>assistant\n$<eos>\n",
-            always="<|start|>assistant\n",
-        ),
+    "header always, end-of-sequence between turns": ended(
         "<|start|>",
-        (),
-        ["First.<eos>", "Second.<eos>"],
-        None,
+        "<eos>",
+        user="<|start|>user\n$<eos>\n",
+        said="<|start|>assistant\n$<eos>\n",
+        always="<|start|>assistant\n",
     ),
     "header always, words before the first": (
         "Be kind."
@@ -138,27 +140,19 @@ FORMS = {
         ["First.<|stop|>", "Second.<|stop|>"],
         None,
     ),
-    "header always, a marker for each role": (
-        by_role(
-            user="<|user|>\n$<|end|>\n",
-            said="<|assistant|>\n$<|end|>\n",
-            always="<|assistant|>\n",
-        ),
+    "header always, a marker for each role": ended(
         "<|user|> <|assistant|> <|end|>",
-        ("<|end|>",),
-        ["First.<|end|>", "Second.<|end|>"],
-        None,
-    ),
-    "header always, in words": (
-        by_role(
-            user="### Instruction:\n$<|end|>\n\n",
-            said="### Response:\n$<|end|>\n\n",
-            always="### Response:\n",
-        ),
         "<|end|>",
-        ("<|end|>",),
-        ["First.<|end|>", "Second.<|end|>"],
-        None,
+        user="<|user|>\n$<|end|>\n",
+        said="<|assistant|>\n$<|end|>\n",
+        always="<|assistant|>\n",
+    ),
+    "header always, in words": ended(
+        "<|end|>",
+        "<|end|>",
+        user="### Instruction:\n$<|end|>\n\n",
+        said="### Response:\n$<|end|>\n\n",
+        always="### Response:\n",
     ),
     "header always, no end": (
         by_role(
@@ -171,23 +165,19 @@ FORMS = {
         ["First.", "Second.<eos>"],
         None,
     ),
-    "header always, opening a thought": (
-        by_role(
-            user="<|user|>$<|end|>",
-            said=f"<|assistant|><think>\n{THINK}\n</think>\n$<|end|>",
-            always="<|assistant|><think>\n",
-        ),
+    "header always, opening a thought": ended(
         "<|user|> <|assistant|> <|end|>",
-        ("<|end|>",),
-        ["First.<|end|>", "Second.<|end|>"],
-        None,
-    ),
-    "header never": (
-        by_role(user="[user]$<|end|>\n", said="[assistant]$<|end|>\n"),
         "<|end|>",
-        ("<|end|>",),
-        ["[assistant]First.<|end|>", "[assistant]Second.<|end|>"],
-        None,
+        user="<|user|>$<|end|>",
+        said=f"<|assistant|><think>\n{THINK}\n</think>\n$<|end|>",
+        always="<|assistant|><think>\n",
+    ),
+    "header never": ended(
+        "<|end|>",
+        "<|end|>",
+        before="[assistant]",
+        user="[user]$<|end|>\n",
+        said="[assistant]$<|end|>\n",
     ),
     "header never, in words": (
         by_role(user="Q: $ END\n", said="A: $ END\n"),
@@ -196,78 +186,55 @@ FORMS = {
         ["A: First. END\n", "A: Second. END\n<eos>"],
         None,
     ),
-    "header if the last message asks": (
-        by_role(
-            user="<|user|>$<|end|>{% if loop.last %}<|assistant|>{% endif %}",
-            said="<|assistant|>$<|end|>",
-        ),
+    "header if the last message asks": ended(
         "<|user|> <|assistant|> <|end|>",
-        ("<|end|>",),
-        ["First.<|end|>", "Second.<|end|>"],
-        None,
+        "<|end|>",
+        user="<|user|>$<|end|>{% if loop.last %}<|assistant|>{% endif %}",
+        said="<|assistant|>$<|end|>",
     ),
-    "tags of its own for thoughts": (
-        by_role(
-            user="<seed:bos>user\n$<eos>",
-            said=f"<seed:bos>assistant\n<seed:cot>{THINK}</seed:cot>$<eos>",
-            ask="<seed:bos>assistant\n",
-        ),
+    "tags of its own for thoughts": ended(
         "<seed:bos>",
-        (),
-        ["First.<eos>", "Second.<eos>"],
-        None,
+        "<eos>",
+        user="<seed:bos>user\n$<eos>",
+        said=f"<seed:bos>assistant\n<seed:cot>{THINK}</seed:cot>$<eos>",
+        ask="<seed:bos>assistant\n",
     ),
-    "empty thought without a place for another": (
-        by_role(
-            user="<|start|><|user|>$<|stop|>",
-            said="<|start|><|bot|><|THINK_START|><|THINK_END|><|reply|>$<|stop|>",
-            ask="<|start|><|bot|>",
-        ),
+    "empty thought without a place for another": ended(
         "<|start|> <|stop|> <|user|> <|bot|> <|THINK_START|> <|THINK_END|> <|reply|>",
-        ("<|stop|>",),
-        ["<|reply|>First.<|stop|>", "<|reply|>Second.<|stop|>"],
-        None,
+        "<|stop|>",
+        before="<|reply|>",
+        user="<|start|><|user|>$<|stop|>",
+        said="<|start|><|bot|><|THINK_START|><|THINK_END|><|reply|>$<|stop|>",
+        ask="<|start|><|bot|>",
     ),
-    "the end of a thought alone": (
-        by_role(user="<|User|>$", said="<|Assistant|></think>$<eos>", ask="<|Assistant|><think>"),
+    "the end of a thought alone": ended(
         "<|User|> <|Assistant|>",
-        (),
-        ["First.<eos>", "Second.<eos>"],
-        None,
+        "<eos>",
+        user="<|User|>$",
+        said="<|Assistant|></think>$<eos>",
+        ask="<|Assistant|><think>",
     ),
-    "the end of a thought alone, or a thought": (
-        by_role(
-            user="<|User|>$",
-            said="<|Assistant|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
-            "{% endif %}</think>$<eos>",
-            ask="<|Assistant|><think>",
-        ),
+    "the end of a thought alone, or a thought": ended(
         "<|User|> <|Assistant|>",
-        (),
-        ["First.<eos>", "Second.<eos>"],
-        None,
+        "<eos>",
+        user="<|User|>$",
+        said="<|Assistant|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+        "{% endif %}</think>$<eos>",
+        ask="<|Assistant|><think>",
     ),
-    "thought switched off in the prompt": (
-        by_role(
-            user="<|user|>$<|end|>",
-            said="<|assistant|><think>\n\n</think>\n$<|end|>",
-            ask="<|assistant|><think>\n\n</think>\n",
-        ),
+    "thought switched off in the prompt": ended(
         "<|user|> <|assistant|> <|end|>",
-        ("<|end|>",),
-        ["First.<|end|>", "Second.<|end|>"],
-        None,
+        "<|end|>",
+        user="<|user|>$<|end|>",
+        said="<|assistant|><think>\n\n</think>\n$<|end|>",
+        ask="<|assistant|><think>\n\n</think>\n",
     ),
-    "odd brackets": (
-        by_role(
-            user="]~b]user\n$[e~[\n",
-            said=f"]~b]ai\n<think>\n{THINK}\n</think>\n\n$[e~[\n",
-            ask="]~b]ai\n<think>\n",
-        ),
+    "odd brackets": ended(
         "]~b] [e~[",
-        ("[e~[",),
-        ["First.[e~[", "Second.[e~["],
-        None,
+        "[e~[",
+        user="]~b]user\n$[e~[\n",
+        said=f"]~b]ai\n<think>\n{THINK}\n</think>\n\n$[e~[\n",
+        ask="]~b]ai\n<think>\n",
     ),
     "a token between header and text": (
         by_role(
@@ -283,12 +250,8 @@ FORMS = {
         ["First.<|im_end|>", "Second.<|im_end|>"],
         ['<|call|>add<|arg|>{"a": 2}<|/call|><|im_end|>', "It is 5.<|im_end|>"],
     ),
-    "role in the user's turn": (
-        by_role(user="[INST] $ [/INST]", said=" $<eos>"),
-        "[INST] [/INST]",
-        (),
-        [" First.<eos>", " Second.<eos>"],
-        None,
+    "role in the user's turn": ended(
+        "[INST] [/INST]", "<eos>", before=" ", user="[INST] $ [/INST]", said=" $<eos>"
     ),
 }
 

@@ -11,7 +11,7 @@ from dschat_lora.algos.seeds import permutation
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.prepare import prepare, preview
+from dschat_lora.data.prepare import preview
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, answers_of, to_records
 from dschat_lora.data.rows import parse_row, require_usable
@@ -86,26 +86,15 @@ def test_answers_to_unlike_prompts_are_each_shown_to_one_other():
 
 
 @pytest.fixture
-def run(tmp_path, jsonl):
+def run(run, jsonl, byte_tokenizer):
     """Token sets of answers, and whole texts of each sample: own, mismatched."""
+    decode = byte_tokenizer.decode
 
     def call(rows, **options):
-        tokenizer = build_byte_tokenizer()
-        config = DataConfig(
-            data_path=(str(jsonl(rows)),), **{"max_seq_len": 64, "eval_ratio": 0.0} | options
-        )
-        prepared = prepare(
-            config,
-            tokenizer,
-            phase=2,
-            seed=0,
-            eos_id=EOS,
-            cache_dir=tmp_path / "cache",
-            kind="unpaired",
-        )
+        prepared = run(jsonl(rows), phase=2, kind="unpaired", **options)
         return [
             [
-                (tokenizer.decode(s.input_ids), tokenizer.decode(s.mismatched), s.label)
+                (decode(s.input_ids), decode(s.mismatched), s.label)
                 for s in (part[i] for i in range(len(part)))
             ]
             for part in (prepared.train, prepared.eval)

@@ -1,6 +1,5 @@
 """A headless Chromium, driven through the pipe of its debugging protocol."""
 
-import base64
 import fcntl
 import json
 import os
@@ -141,10 +140,6 @@ class Page:
         key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
         self._call("Input.dispatchKeyEvent", type="keyDown", text="\r", **key)
         self._call("Input.dispatchKeyEvent", type="keyUp", **key)
-
-    def screenshot(self, path):
-        shot = self._call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self):
         self._out.close()

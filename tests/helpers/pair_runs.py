@@ -317,14 +317,7 @@ def look_back(path, *, stage, persistent=False, offload=False, dtype="fp32", whe
         when: ``first``, before any forward pass; ``trained``, after three steps; ``restored``,
             once the engine has become another one that was trained.
     """
-    # The strange sizes of steps do not matter here: one step is eight pairs.
-    settings = engine_settings(
-        stage=stage,
-        micro=8 // world_size(),
-        dtype=dtype,
-        offload=offload,
-        deepspeed_json=PERSISTENT if persistent else None,
-    )
+    settings = _eight_a_step(stage, persistent, offload, dtype)
     batch = PairCollator(0, "shared")([[pair] for pair in ragged_pairs(4, seed=9)])
     model, engine = build_pair_engine(path, "dpo", LORA, settings)
     trained = trained_of(model)
@@ -342,10 +335,7 @@ def look_back(path, *, stage, persistent=False, offload=False, dtype="fp32", whe
     twice = [logprobs_at(snapshot, engine, batch) for _ in range(2)]
     mode_kept = engine.module.training == was_training
     after = gather_to_cpu(trained)
-    engine.eval()
-    with torch.no_grad():
-        now = answer_logprobs(engine, batch)
-    further = _some_steps(engine, 3, 2)
+    now, further = _evaluated(engine, batch), _some_steps(engine, 3, 2)
     report = {
         "start": start,
         "inside": inside,
@@ -362,29 +352,28 @@ def look_back(path, *, stage, persistent=False, offload=False, dtype="fp32", whe
     return report
 
 
-def look_back_many(runs):
-    """Several as :func:`look_back`."""
-    return [look_back(**arguments) for arguments in runs]
-
-
 def undisturbed_steps(path, *, stage, persistent=False, dtype="fp32", offload=False):
     """(outcomes of steps 3 and 4, log-probabilities before them) where nobody looks back."""
-    settings = engine_settings(
-        stage=stage,
-        micro=8 // world_size(),
-        dtype=dtype,
-        offload=offload,
-        deepspeed_json=PERSISTENT if persistent else None,
-    )
+    settings = _eight_a_step(stage, persistent, offload, dtype)
     _, engine = build_pair_engine(path, "dpo", LORA, settings)
     _some_steps(engine, 0, 3)
     batch = PairCollator(0, "shared")([[pair] for pair in ragged_pairs(4, seed=9)])
-    engine.eval()
-    with torch.no_grad():
-        now = answer_logprobs(engine, batch)
-    further = _some_steps(engine, 3, 2)
+    now, further = _evaluated(engine, batch), _some_steps(engine, 3, 2)
     release(engine)
     return {"further": further, "now": now}
+
+
+def _eight_a_step(stage, persistent, offload, dtype):
+    """Settings of steps of eight pairs."""
+    json = PERSISTENT if persistent else None
+    options = {"micro": 8 // world_size(), "deepspeed_json": json, "offload": offload}
+    return engine_settings(stage=stage, dtype=dtype, **options)
+
+
+@torch.no_grad()
+def _evaluated(network, batch):
+    network.eval()
+    return answer_logprobs(network, batch)
 
 
 def _some_steps(engine, first, count):
@@ -401,9 +390,7 @@ def _some_steps(engine, first, count):
 
 def _values_at_the_start(path, dtype, batch):
     """Log-probabilities without an engine."""
-    network = CausalLMLogprobs(load_policy(path, LORA, dtype=dtype)).eval()
-    with torch.no_grad():
-        return answer_logprobs(network, batch)
+    return _evaluated(CausalLMLogprobs(load_policy(path, LORA, dtype=dtype)), batch)
 
 
 def _learnt_elsewhere(path, settings):

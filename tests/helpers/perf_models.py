@@ -50,58 +50,30 @@ def project_lora(base, r):
     return LoraLinear(base, r=r, scaling=2.0)
 
 
+_SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 3, "num_attention_heads": 4}
+_OPT = _SIZES | {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 128}
+_OPT |= {"max_position_embeddings": 64, "dropout": 0.0}
+_LLAMA = _SIZES | {"hidden_size": 64, "intermediate_size": 160, "num_key_value_heads": 2}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+_GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+_GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+_NEOX = _SIZES | {"hidden_size": 32, "intermediate_size": 128, "use_parallel_residual": True}
+
+
 def opt(attn="eager", **changes):
-    sizes = {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "ffn_dim": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-        "dropout": 0.0,
-    }
-    return OPTForCausalLM(OPTConfig(**(sizes | changes), attn_implementation=attn))
+    return OPTForCausalLM(OPTConfig(**(_OPT | changes), attn_implementation=attn))
 
 
 def llama(attn="eager", **changes):
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes), attn_implementation=attn))
+    return LlamaForCausalLM(LlamaConfig(**(_LLAMA | changes), attn_implementation=attn))
 
 
 def gpt2(attn="eager", **changes):
-    sizes = {
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-        "vocab_size": VOCAB,
-        "n_positions": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
-    return GPT2LMHeadModel(GPT2Config(**(sizes | changes), attn_implementation=attn))
+    return GPT2LMHeadModel(GPT2Config(**(_GPT2 | changes), attn_implementation=attn))
 
 
 def neox(attn="eager", **changes):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": VOCAB,
-        "use_parallel_residual": True,
-    }
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**(sizes | changes), attn_implementation=attn))
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**(_NEOX | changes), attn_implementation=attn))
 
 
 FAMILIES = {"opt": opt, "llama": llama, "gpt2": gpt2, "neox": neox}

@@ -133,11 +133,6 @@ class AskAgain:
         return reply
 
 
-def turns_of(environments, completions):
-    """A reward function that reads the objects of episodes."""
-    return [float(each.turns) for each in environments]
-
-
 def more_to_say(text, turns):
     """What is said to an answer of an episode with so many; None ends it."""
     return "xyz"[len(text) % 3] if turns < 3 and len(text) % 4 else None

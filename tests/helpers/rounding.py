@@ -13,3 +13,23 @@ def assert_same_sums(found, expected, *, units=256):
     """
     unit = torch.finfo(expected.dtype).eps * expected.detach().abs().max().item()
     torch.testing.assert_close(found, expected, rtol=0.0, atol=units * unit)
+
+
+def gradients_of(loss, model):
+    """By name, of all that trains; zeros where the loss depends on none of it."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(trained.items(), found, strict=True)
+    }
+
+
+def assert_same_gradients(found, expected, *, least=0.0):
+    """Of what all gradients together measure, for one that all but vanishes."""
+    assert found.keys() == expected.keys()
+    whole = torch.cat([g.flatten() for g in expected.values()]).norm()
+    assert whole > least
+    for name, value in found.items():
+        wanted = expected[name]
+        assert (value - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole), name

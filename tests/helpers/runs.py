@@ -35,14 +35,22 @@ from dschat_lora.supervised.loop import (
 )
 from dschat_lora.supervised.objectives import SUPERVISED, BatchLoss, causal_lm_loss
 from helpers.tensor_parallel import divided, divided_rows, replicas_differ
-from helpers.tiny import LENGTH, ragged_samples
+from helpers.tiny import LENGTH, VOCAB, ragged_samples
 
 LORA = {"lora_dim": 4, "lora_alpha": 8.0}
 RATE = 5e-3
 
 
+CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
+
+
 class NoTokenizer:
-    """Stands where files of a tokenizer would be written."""
+    """As much of a tokenizer as building and saving the tiny models asks for."""
+
+    pad_token_id, eos_token_id = 0, 2
+
+    def __len__(self):
+        return VOCAB
 
     def save_pretrained(self, directory):
         (Path(directory) / "tokenizer_config.json").write_text("{}", encoding="utf-8")
@@ -78,19 +86,19 @@ def engine_settings(
     )
 
 
-def load_model(path, lora, *, dtype="fp32", meta=False, attention="sdpa", group=None, bits=None):
+def load_model(path, lora, *, dtype="fp32", meta=False, group=None, seed=1, **options):
     """The model at ``path`` with an adapter, as the stage builds it."""
-    options = ModelConfig(attn_implementation=attention, base_bits=bits)
+    options = ModelConfig(**{"attn_implementation": "sdpa"} | options)
     config = load_config(path, options)
     model = load_causal_lm(path, config, options, dtype=DTYPES[dtype], meta=meta, group=group)
-    apply_lora(model, LoraConfig(**lora), seed=1)
+    apply_lora(model, LoraConfig(**lora), seed=seed)
     return model
 
 
 def build(path, lora, settings, *, rate=RATE, checkpointing=False, group=None, bits=None, **optim):
     """(model, engine) as the stage builds them; call on every rank."""
     meta = settings.zero_stage == 3 and data_rank() > 0
-    model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group, bits=bits)
+    model = load_model(path, lora, dtype=settings.dtype, meta=meta, group=group, base_bits=bits)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     shard_model(model, settings)
@@ -173,86 +181,51 @@ def train(
         divided(tensor_parallel, sequence_parallel=sequence_parallel) as group,
         divided_rows(context_parallel) as row_group,
     ):
-        return _train(
+        model, engine = build(
             path,
-            build(
-                path,
-                lora,
-                settings,
-                checkpointing=checkpointing,
-                group=group,
-                bits=bits,
-                **(optim or {}),
-            ),
-            lora=lora,
+            lora,
+            settings,
+            checkpointing=checkpointing,
+            group=group,
+            bits=bits,
+            **(optim or {}),
+        )
+        before = gather_to_cpu(_base_parameters(model))
+        source = loader(
+            ragged_samples(samples),
             micro=micro,
             accumulation=accumulation,
-            steps=steps,
-            samples=samples,
             packing=packing,
-            row_group=row_group,
+            group=row_group,
             sources=sources,
-            overflow_at=overflow_at,
-            want_gradient=want_gradient,
-            save_adapter_to=save_adapter_to,
-            save_merged_to=save_merged_to,
         )
-
-
-def _train(
-    path,
-    built,
-    *,
-    lora,
-    micro,
-    accumulation,
-    steps,
-    samples,
-    packing,
-    row_group,
-    sources,
-    overflow_at,
-    want_gradient,
-    save_adapter_to,
-    save_merged_to,
-):
-    model, engine = built
-    before = gather_to_cpu(_base_parameters(model))
-    source = loader(
-        ragged_samples(samples),
-        micro=micro,
-        accumulation=accumulation,
-        packing=packing,
-        group=row_group,
-        sources=sources,
-    )
-    objective = SUPERVISED
-    if overflow_at is not None:
-        objective = overflowing_at(overflow_at, accumulation)
-    gradient = _record_gradient(engine, model) if want_gradient else {}
-    windows = (window for epoch in range(10**6) for window in source.epoch(epoch))
-    results, unlike = [], set()
-    for step, result in enumerate(train_steps(engine, windows, objective, rate_factors(steps))):
-        results.append(result)
-        unlike |= {f"{name} after step {step + 1}" for name in replicas_differ(model)}
-    after = gather_to_cpu(_base_parameters(model))
-    _save(model, lora, path, save_adapter_to, save_merged_to)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    report = {
-        "losses": [result.loss for result in results],
-        "norms": [result.outcome.grad_norm for result in results],
-        "skipped": [result.outcome.skipped for result in results],
-        "scales": [result.outcome.loss_scale for result in results],
-        "targets": [result.counts.num_targets for result in results],
-        "means": [result.means for result in results],
-        "rates": [max(result.learning_rates.values()) for result in results],
-        "trained": gather_to_cpu(trained),
-        "base_changed": [name for name in before if not torch.equal(before[name], after[name])],
-        "unlike": sorted(unlike),
-        "gradient": gradient,
-    }
-    release(engine)
-    return report
+        objective = SUPERVISED
+        if overflow_at is not None:
+            objective = overflowing_at(overflow_at, accumulation)
+        gradient = _record_gradient(engine, model) if want_gradient else {}
+        windows = (window for epoch in range(10**6) for window in source.epoch(epoch))
+        results, unlike = [], set()
+        for step, result in enumerate(train_steps(engine, windows, objective, rate_factors(steps))):
+            results.append(result)
+            unlike |= {f"{name} after step {step + 1}" for name in replicas_differ(model)}
+        after = gather_to_cpu(_base_parameters(model))
+        _save(model, lora, path, save_adapter_to, save_merged_to)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        report = {
+            "losses": [result.loss for result in results],
+            "norms": [result.outcome.grad_norm for result in results],
+            "skipped": [result.outcome.skipped for result in results],
+            "scales": [result.outcome.loss_scale for result in results],
+            "targets": [result.counts.num_targets for result in results],
+            "means": [result.means for result in results],
+            "rates": [max(result.learning_rates.values()) for result in results],
+            "trained": gather_to_cpu(trained),
+            "base_changed": [name for name in before if not torch.equal(before[name], after[name])],
+            "unlike": sorted(unlike),
+            "gradient": gradient,
+        }
+        release(engine)
+        return report
 
 
 def train_many(runs):
@@ -312,25 +285,13 @@ def _base_parameters(model):
 
 
 def _save(model, lora, path, adapter_directory, merged_directory):
-    card = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
     if adapter_directory is not None:
-        save_adapter(
-            Path(adapter_directory),
-            model,
-            LoraConfig(**lora),
-            base=path,
-            tokenizer=NoTokenizer(),
-            card=card,
-        )
+        options = {"base": path, "tokenizer": NoTokenizer(), "card": CARD}
+        save_adapter(Path(adapter_directory), model, LoraConfig(**lora), **options)
     if merged_directory is not None:
-        save_merged(
-            Path(merged_directory),
-            model.eval(),
-            tokenizer=NoTokenizer(),
-            probe_ids=torch.arange(3, 12)[None],
-            dropouts={},
-            max_kl=1e-6,
-        )
+        probe = torch.arange(3, 12)[None]
+        options = {"tokenizer": NoTokenizer(), "dropouts": {}, "max_kl": 1e-6}
+        save_merged(Path(merged_directory), model.eval(), probe_ids=probe, **options)
 
 
 class NoKeeper:
@@ -359,32 +320,28 @@ def infinite_loss(engine, batch):
     return BatchLoss(causal_lm_loss(engine, batch).total * math.inf)
 
 
-def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
-    """How a run ends none of whose gradients is finite."""
-    settings = engine_settings(stage=stage, micro=2, dtype=dtype)
-    model, engine = build(path, LORA, settings)
-    evaluated = []
+def _fit(engine, model, loss, *, accumulation=1, max_steps, checkpointer, evaluate_at):
+    """How :func:`fit` ends with a loss of one's own: its error, its lines and its progress."""
+    meter = Meter(describe(model), gradient_checkpointing=False, world_size=1, device=engine.device)
+    source = loader(ragged_samples(64), micro=2, accumulation=accumulation)
+    progress, error = TrainProgress(), ""
     with tempfile.TemporaryDirectory() as directory:
-        error = ""
         with RunLog(Path(directory), active=rank() == 0) as log:
-            meter = Meter(
-                describe(model), gradient_checkpointing=False, world_size=1, device=engine.device
-            )
             try:
                 fit(
                     engine,
-                    source := loader(ragged_samples(64), micro=2, accumulation=1),
-                    replace(SUPERVISED, loss=infinite_loss),
+                    source,
+                    replace(SUPERVISED, loss=loss),
                     make_train_schedule(
-                        OptimConfig(max_steps=60), RunConfig(), source.steps_per_epoch
+                        OptimConfig(max_steps=max_steps), RunConfig(), source.steps_per_epoch
                     ),
-                    progress=TrainProgress(),
+                    progress=progress,
                     rate_factor=lambda step: 1.0,
                     seed=1,
-                    checkpointer=NoKeeper(),
+                    checkpointer=checkpointer,
                     meter=meter,
                     log=log,
-                    evaluate_at=evaluated.append,
+                    evaluate_at=evaluate_at,
                 )
             except ValueError as raised:
                 error = str(raised)
@@ -392,7 +349,15 @@ def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
     release(engine)
     lines = [json.loads(line) for line in text.splitlines()]
-    return {"error": error, "evaluated": evaluated, "lines": lines}
+    return {"error": error, "lines": lines, "progress": progress.state()}
+
+
+def fit_with_infinite_gradients(path, *, stage, dtype="fp32"):
+    """How a run ends none of whose gradients is finite."""
+    model, engine = build(path, LORA, engine_settings(stage=stage, micro=2, dtype=dtype))
+    evaluated = []
+    options = {"max_steps": 60, "checkpointer": NoKeeper(), "evaluate_at": evaluated.append}
+    return {"evaluated": evaluated, **_fit(engine, model, infinite_loss, **options)}
 
 
 class Watching(NoKeeper):
@@ -428,24 +393,6 @@ def _fit_with_infinite_losses(path, stage, infinite):
         return BatchLoss(loss + math.inf if [step, micro, rank()] in infinite else loss)
 
     watching = Watching(EngineState(engine, model))
-    meter = Meter(describe(model), gradient_checkpointing=False, world_size=1, device=engine.device)
-    with tempfile.TemporaryDirectory() as directory:
-        with RunLog(Path(directory), active=rank() == 0) as log:
-            fit(
-                engine,
-                source := loader(ragged_samples(64), micro=2, accumulation=2),
-                replace(SUPERVISED, loss=loss),
-                make_train_schedule(OptimConfig(max_steps=5), RunConfig(), source.steps_per_epoch),
-                progress=(progress := TrainProgress()),
-                rate_factor=lambda step: 1.0,
-                seed=1,
-                checkpointer=watching,
-                meter=meter,
-                log=log,
-                evaluate_at=lambda step: None,
-            )
-        path = Path(directory) / "metrics.jsonl"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-    release(engine)
-    lines = [json.loads(line) for line in text.splitlines()]
-    return {"seen": watching.seen, "lines": lines, "progress": progress.state()}
+    options = {"accumulation": 2, "max_steps": 5, "evaluate_at": lambda step: None}
+    report = _fit(engine, model, loss, checkpointer=watching, **options)
+    return {"seen": watching.seen, **report}

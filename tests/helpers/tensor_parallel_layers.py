@@ -159,16 +159,21 @@ def relative(found, expected):
 # Linear layers
 
 
+def every_setting(group, copies=True):
+    """(what stands behind a name, type) of each type, and whether tokens are dealt within."""
+    for dtype in DTYPES:
+        for parallel in (False, True):
+            with sequences(group, parallel), factors_uncopied(group, copies):
+                yield f", {dtype}" + ", sequence" * parallel, DTYPES[dtype]
+
+
 def layer_errors(group, names=tuple(CASES), *, copies=True):
     """``{name, dtype and whether tokens are dealt: {tensor: error on this rank}}``."""
-    errors = {}
-    for name in names:
-        for dtype in DTYPES:
-            for parallel in (False, True):
-                with sequences(group, parallel), factors_uncopied(group, copies):
-                    key = f"{name}, {dtype}" + ", sequence" * parallel
-                    errors[key] = linear_error(CASES[name], group, DTYPES[dtype])
-    return errors
+    return {
+        name + setting: linear_error(CASES[name], group, dtype)
+        for name in names
+        for setting, dtype in every_setting(group, copies)
+    }
 
 
 def linear_error(case, group, dtype):
@@ -293,14 +298,11 @@ def adapted(layer, **config):
 
 
 def embedding_errors(group, *, copies=True):
-    errors = {}
-    for name, padding in EMBEDDINGS.items():
-        for dtype in DTYPES:
-            for parallel in (False, True):
-                with sequences(group, parallel), factors_uncopied(group, copies):
-                    key = f"{name}, {dtype}" + ", sequence" * parallel
-                    errors[key] = embedding_error(padding, group, DTYPES[dtype])
-    return errors
+    return {
+        name + setting: embedding_error(padding, group, dtype)
+        for name, padding in EMBEDDINGS.items()
+        for setting, dtype in every_setting(group, copies)
+    }
 
 
 def embedding_error(padding, group, dtype):
@@ -525,23 +527,16 @@ def whole_model(kind, targets):
 def narrow_traffic(group):
     """Exchanges of a 16-bit layer's backward pass."""
     found = {}
-    for name in ("column", "row"):
-        values = linear_values(CASES[name])
-        of = {part: cutter(CASES[name], group, part) for part in ("x", "y", "A", "B")}
-        layer = linear_layer(CASES[name], group, values, of)
-        layer.weight.data, layer.bias.data = layer.weight.bfloat16(), layer.bias.bfloat16()
-        y = layer(of["x"](values["x"]).bfloat16())
-        with recorded() as found[name]:
-            y.backward(of["y"](values["g"]).bfloat16())
-    with sequences(group, True):
-        case = CASES["row, trained bias"]
-        values = linear_values(case)
-        of = {part: cutter(case, group, part) for part in ("x", "y", "A", "B")}
-        layer = linear_layer(case, group, values, of)
-        layer.weight.data, layer.bias.data = layer.weight.bfloat16(), layer.bias.bfloat16()
-        y = layer(of["x"](values["x"]).bfloat16())
-        with recorded() as found["row, dealt tokens"]:
-            y.backward(of["y"](values["g"]).bfloat16())
+    cases = {"column": CASES["column"], "row": CASES["row"]}
+    for name, case in (cases | {"row, dealt tokens": CASES["row, trained bias"]}).items():
+        with sequences(group, name not in cases):
+            values = linear_values(case)
+            of = {part: cutter(case, group, part) for part in ("x", "y", "A", "B")}
+            layer = linear_layer(case, group, values, of)
+            layer.weight.data, layer.bias.data = layer.weight.bfloat16(), layer.bias.bfloat16()
+            y = layer(of["x"](values["x"]).bfloat16())
+            with recorded() as found[name]:
+                y.backward(of["y"](values["g"]).bfloat16())
     return found
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 import torch
 
 from dschat_lora.commands.stages import STAGES
-from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import form_grid, rank
@@ -16,13 +15,12 @@ from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.kv_cache import fast_attention
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.parallel import own_part, whole_sequences
-from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.supervised.pair_stages import run_dpo, run_reward
 from helpers.rlhf_course import LETTERS, train_rlhf, vowels
-from helpers.runs import release
+from helpers.runs import load_model, release
 from helpers.step1 import metrics, write_jsonl
 from helpers.tensor_parallel import divided, replicas_differ
 
@@ -141,12 +139,7 @@ def decode_many(paths, **options):
 def decode(path, *, tensor_parallel=1, sequence_parallel=False):
     """What an adapted model answers, with and without a cache; its logits, quick and slow."""
     with divided(tensor_parallel, sequence_parallel=sequence_parallel) as group:
-        options = ModelConfig()
-        config = load_config(path, options)
-        model = load_causal_lm(
-            path, config, options, dtype=torch.float32, meta=False, group=group
-        ).eval()
-        apply_lora(model, LoraConfig(lora_dim=4), seed=0)
+        model = load_model(path, {"lora_dim": 4}, group=group, seed=0).eval()
         _draw_factors(model)
         cached = _responses(model)
         with mock.patch("dschat_lora.generation.generate.takes_cache", return_value=False):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.export import save_adapter
-from dschat_lora.config.groups import ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.distributed import broadcast_string, data_world_size, rank
 from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
@@ -19,6 +19,7 @@ from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import (
+    CARD,
     LORA,
     NoTokenizer,
     build,
@@ -32,7 +33,6 @@ from helpers.tensor_parallel import divided
 from helpers.tiny import ragged_samples
 
 ROWS = 4  # of a step, over all shares of the data
-CARD = {"data": {"training data": "random"}, "metrics": {}, "versions": {}}
 
 
 def carry_on(path, directory, layouts, handed, steps=2):
@@ -94,7 +94,7 @@ class _Run:
     def save(self, directory):
         """State and adapter."""
         facts, tensors = self.state.facts(), self.held()
-        _save_adapter(directory / "adapter", self.model, load_lora(), self.path)
+        _save_adapter(directory / "adapter", self.model, LoraConfig(**LORA), self.path)
         if rank() == 0:
             save_file(tensors, directory / "state.safetensors")
             (directory / "state.json").write_text(json.dumps(facts))
@@ -106,12 +106,6 @@ class _Run:
         )
         tensors = load_file(directory / "state.safetensors") if rank() == 0 else {}
         self.state.load(facts, tensors.__getitem__)
-
-
-def load_lora():
-    from dschat_lora.config.groups import LoraConfig
-
-    return LoraConfig(**LORA)
 
 
 def _save_adapter(directory, model, lora, path):

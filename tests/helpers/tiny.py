@@ -6,6 +6,7 @@ import inspect
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gpt2 import GPT2Config
 from transformers.models.gpt_neox import GPTNeoXConfig
 from transformers.models.llama import LlamaConfig
@@ -15,14 +16,15 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
+from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.samples import SequenceSample
-from dschat_lora.lora.model import apply_lora
+from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
 from dschat_lora.models.loading import share_parameters
 
 VOCAB, LENGTH = 61, 32
 
-_COMMON = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+IDS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -31,7 +33,7 @@ _LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-SHAPE = _LLAMA | _COMMON
+SHAPE = _LLAMA | IDS
 
 
 def _config(kind):
@@ -43,10 +45,10 @@ def _config(kind):
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=64,
-            **_COMMON,
+            **IDS,
         )
     if kind == "gpt2":  # tied, transposed linear layers
-        return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **_COMMON)
+        return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **IDS)
     if kind == "neox":  # untied, rotary on a part, parallel residual
         return GPTNeoXConfig(
             hidden_size=32,
@@ -54,7 +56,7 @@ def _config(kind):
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=64,
-            **_COMMON,
+            **IDS,
         )
     if kind == "llama":  # untied, rotary, grouped queries
         return LlamaConfig(tie_word_embeddings=False, **SHAPE)
@@ -73,19 +75,36 @@ KINDS = ("opt", "gpt2", "neox", "llama", "qwen2")
 
 
 def tiny_model(kind, attention="sdpa", layers=2):
-    """Random weights large enough that a wrong formula shows in the loss."""
+    """The tiny model of a kind, without dropout."""
     config = _config(kind)
     config.num_hidden_layers = layers
     for name in list(vars(config)):
         if name.endswith(("dropout", "pdrop")) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape))
+    return random_model(config, attn_implementation=attention)
+
+
+def random_model(config, *, scale=0.1, seed=0, auto=AutoModelForCausalLM, **options):
+    """Of a configuration, with random weights large enough that a wrong formula shows."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = auto.from_config(config, **options).eval()
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape))
     return model
+
+
+def softcapped_model(**options):
+    """One whose logits are more than a linear layer of its hidden states."""
+    config = Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=2.0, **options)
+    return random_model(config, scale=0.2, attn_implementation="eager")
+
+
+def write_trained(directory, model, config, **more):
+    """The adapter that a model has, on disk."""
+    tensors = {name: p.detach() for name, p in adapter_parameters(model).items()}
+    options = {"layout": adapter_layout(model), "base_model_name_or_path": "base"} | more
+    write_adapter(directory, tensors, config, **options)
 
 
 def save_tiny_model(kind, directory, layers=2):

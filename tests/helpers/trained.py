@@ -39,29 +39,16 @@ def write_trained(directory):
         ("sft", build_causal_lm, "CAUSAL_LM"),
         ("reward", build_reward_model, "SEQ_CLS"),
     ):
-        adapted = build(
-            source,
-            tokenizer,
-            config,
-            LoraConfig(lora_dim=4, target_modules=("q_proj", "v_proj")),
-            dtype=torch.float32,
-            seed=0,
-            meta=False,
-        )
+        lora = LoraConfig(lora_dim=4, target_modules=("q_proj", "v_proj"))
+        more = {"dtype": torch.float32, "seed": 0, "meta": False}
+        adapted = build(source, tokenizer, config, lora, **more)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for each, parameter in adapted.model.named_parameters():
                 if each.endswith("lora_B"):
                     parameter.normal_(std=0.05, generator=generator)
-        save_adapter(
-            directory / name / "adapter",
-            adapted.model,
-            adapted.lora,
-            base=source.base,
-            tokenizer=tokenizer,
-            card=CARD,
-            task_type=task,
-        )
+        more = {"base": source.base, "tokenizer": tokenizer, "card": CARD, "task_type": task}
+        save_adapter(directory / name / "adapter", adapted.model, adapted.lora, **more)
     write_jsonl(directory / "pairs.jsonl", PAIRS)
     write_jsonl(directory / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     return directory

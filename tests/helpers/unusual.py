@@ -1,18 +1,10 @@
 """Tiny random models of types whose attention is not plain: recurrent, sliding, capped, latent."""
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-VOCAB = 61
-_IDS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_SIZES = _IDS | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+from helpers.tiny import IDS, SHAPE, VOCAB, random_model
+
+_SIZES = SHAPE | {"max_position_embeddings": 256}
 _HEADS = _SIZES | {"head_dim": 8}
 _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts"), 4),
@@ -59,9 +51,7 @@ _ZAMBA = _SIZES | {
 RECURRENT = {
     "qwen3_5_text": _HEADS | _DELTA,
     "lfm2": _SIZES | {"layer_types": ["conv", "full_attention"], "conv_bias": True},
-    "mamba2": _IDS
-    | _STATES
-    | dict.fromkeys(("num_heads", "head_dim", "chunk_size", "n_groups"), 8),
+    "mamba2": IDS | _STATES | dict.fromkeys(("num_heads", "head_dim", "chunk_size", "n_groups"), 8),
     "falcon_h1": _HEADS | _MAMBA | {"mamba_d_ssm": 64},
     "qwen3_next": _HEADS | _DELTA | _EXPERTS,
     "qwen3_5_moe_text": _HEADS | _DELTA | _EXPERTS,
@@ -80,7 +70,7 @@ RECURRENT = {
 }
 # Recurrent too, but their blocks keep what they are told of sequences from their layers.
 UNPACKED = {
-    "mamba": _IDS | _STATES,
+    "mamba": IDS | _STATES,
     "jamba": _SIZES
     | _EXPERTS
     | dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2)
@@ -120,9 +110,4 @@ def unusual_model(kind, **options):
     for name, value in vars(config).items():
         if name.endswith("dropout") and isinstance(value, float):
             setattr(config, name, 0.0)
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, **options).eval()
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model
+    return random_model(config, **options)

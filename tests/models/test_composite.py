@@ -35,12 +35,12 @@ from helpers.addons import of_addon
 from helpers.composites import COMPOSITES, save_composite, whole_model
 from helpers.quantised import FP8, GPTQ, fp8, gptq, mend_bitsandbytes, rewrite
 from helpers.rounding import assert_same_sums
+from helpers.runs import CARD
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 KINDS = COMPOSITES if ALL else ("gemma3", "qwen3_5")
 IDS = torch.arange(3, 83).view(2, 40) * 7 % 500
-CARD = {"data": {}, "metrics": {}, "versions": {}}
 OPTIONS = ModelConfig()
 # A merge adds the update to the weights, which rounds them.
 ROUNDED = {"rtol": 1e-3, "atol": 1e-4}
@@ -127,13 +127,8 @@ def test_the_adapter_is_continued_as_it_was(case):
 
 
 def test_an_adapter_of_peft_on_the_composite_model_is_continued(case):
-    config = peft.LoraConfig(
-        r=3,
-        lora_alpha=6,
-        target_modules=case.written.target_modules,
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )
+    options = {"r": 3, "lora_alpha": 6, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    config = peft.LoraConfig(target_modules=case.written.target_modules, **options)
     whole = peft.get_peft_model(whole_model(case.base), config)
     whole.peft_config["default"].base_model_name_or_path = str(case.base)
     whole.save_pretrained(case.home / "of_peft")

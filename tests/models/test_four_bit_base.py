@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.export import probe_logits
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.fast_linears import FastLinears
@@ -19,12 +18,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora import nf4
 from dschat_lora.lora.layers import is_quantized, state_of, stored_bytes, values_of
 from dschat_lora.lora.merge import merge_deviation, merged_state_dict
-from dschat_lora.lora.model import (
-    adapter_layout,
-    adapter_parameters,
-    adapters_disabled,
-    apply_lora,
-)
+from dschat_lora.lora.model import adapter_parameters, adapters_disabled, apply_lora
 from dschat_lora.lora.nf4 import quantize
 from dschat_lora.models import stored_weights
 from dschat_lora.models.build import base_warning
@@ -36,7 +30,7 @@ from helpers.addons import of_addon
 from helpers.process_memory import forget_peak, peak_memory, save_wide_model
 from helpers.quantised import mend_bitsandbytes
 from helpers.spread import ALL
-from helpers.tiny import VOCAB
+from helpers.tiny import VOCAB, write_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FOUR = ModelConfig(base_bits=4)
@@ -175,13 +169,7 @@ def test_steps_are_those_on_the_values_and_those_of_stock_peft(kind, model_direc
 def test_the_merged_model_is_stock_peft_on_the_4_bit_base(kind, model_directory, tmp_path):
     path = model_directory(kind)
     model = adapted(load(path)).eval()
-    write_adapter(
-        tmp_path,
-        {name: p.detach() for name, p in adapter_parameters(model).items()},
-        LORA,
-        layout=adapter_layout(model),
-        base_model_name_or_path=path,
-    )
+    write_trained(tmp_path, model, LORA, base_model_name_or_path=path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = peft.PeftModel.from_pretrained(stock(path).train(), tmp_path).train()
@@ -212,19 +200,12 @@ def test_decoding_unpacked_once_or_layer_by_layer_is_that_of_the_values(
             if expected is None:
                 expected = logits
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    answers = [
-        decode(
-            network,
-            prompts,
-            Sampling(6, do_sample=False),
-            seeds=[[0]] * 3,
-            eos_ids=[2],
-            pad_id=0,
-            device=torch.device("cpu"),
-        )
+    options = {"seeds": [[0]] * 3, "eos_ids": [2], "pad_id": 0, "device": torch.device("cpu")}
+    first, second = (
+        decode(network, prompts, Sampling(6, do_sample=False), **options)
         for network in (twin, model)
-    ]
-    assert answers[0] == answers[1]
+    )
+    assert first == second
     assert base_fingerprint(model) == before
 
 
@@ -273,15 +254,9 @@ def test_pickled_weights_are_packed_too(model_directory, tmp_path):
 
 def saved_adapter(path, directory, bits):
     model = adapted(load(path, ModelConfig(base_bits=bits))).eval()
-    write_adapter(
-        directory,
-        {name: p.detach() for name, p in adapter_parameters(model).items()},
-        LORA,
-        layout=adapter_layout(model),
-        base_model_name_or_path=path,
-        base_bits=bits,
-        base_fingerprint=weights_fingerprint(path) if bits == 4 else "",
-    )
+    fingerprint = weights_fingerprint(path) if bits == 4 else ""
+    more = {"base_model_name_or_path": path, "base_fingerprint": fingerprint}
+    write_trained(directory, model, LORA, base_bits=bits, **more)
     return model
 
 
@@ -301,11 +276,8 @@ def test_distance_of_another_base_is_that_of_both_models(
     other = adapted(load(path, ModelConfig(base_bits=loaded))).train()
     with torch.no_grad():
         logits = other(ids(1, 24)).logits
-        report = merge_deviation(
-            own(ids(1, 24)).logits,
-            logits,
-            torch.ones(1, 24, dtype=torch.bool),
-        )
+        mask = torch.ones(1, 24, dtype=torch.bool)
+        report = merge_deviation(own(ids(1, 24)).logits, logits, mask)
     before = base_fingerprint(other)
     source = find_model(str(tmp_path / "adapter"))
     words = base_warning(other, source, None, bits=loaded)

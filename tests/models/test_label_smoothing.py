@@ -10,6 +10,8 @@ from dschat_lora.data.batch import SampleCollator
 from dschat_lora.models.causal_lm import CausalLMLoss
 from helpers.tiny import ragged_samples, tiny_model
 
+INPUTS = ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids")
+
 
 def plain(network):
     """The output embedding's own weight, a chunk at a time."""
@@ -33,10 +35,7 @@ def test_loss_is_smoothed_in_training_and_plain_in_evaluation(path):
     network = CausalLMLoss(tiny_model("gpt2"), label_smoothing=0.2)
     path(network)
     batch = SampleCollator(0)([[sample] for sample in ragged_samples(3)])
-    inputs = {
-        name: getattr(batch, name)
-        for name in ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids")
-    }
+    inputs = {name: getattr(batch, name) for name in INPUTS}
     with torch.no_grad():
         trained, evaluated = (network.train(mode)(**inputs) for mode in (True, False))
         logits = network.model(input_ids=batch.input_ids).logits.flatten(0, 1)
@@ -57,10 +56,7 @@ def test_groups_of_targets_have_their_own_sums_once(path):
     batch = SampleCollator(0)([samples[:4], samples[4:]])
     group = torch.arange(batch.num_targets) % 3
     groups = GroupSums(group, torch.zeros(4, dtype=torch.float64))
-    inputs = {
-        name: getattr(batch, name)
-        for name in ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids")
-    }
+    inputs = {name: getattr(batch, name) for name in INPUTS}
     loss = network.train()(**inputs, groups=groups)
     torch.testing.assert_close(loss, network.train()(**inputs), rtol=0, atol=0)
     loss.backward()  # which forms logits again on some paths

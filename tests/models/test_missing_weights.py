@@ -7,15 +7,8 @@ from safetensors.torch import load_file, save_file
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.source import find_model
+from helpers.runs import NoTokenizer
 from helpers.tiny import tiny_model
-
-
-class Padding:
-    pad_token_id = 0
-    eos_token_id = 1
-
-    def __len__(self):
-        return 8
 
 
 def damaged(directory, lost):
@@ -26,10 +19,10 @@ def damaged(directory, lost):
     save_file(kept, path, metadata={"format": "pt"})
 
 
-def build(maker, directory, **options):
+def build(maker, directory, tokenizer=NoTokenizer()):  # noqa: B008
     source = find_model(str(directory))
-    settings = {"dtype": torch.float32, "seed": 0, "meta": False} | options
-    return maker(source, Padding(), ModelConfig(), LoraConfig(lora_dim=2), **settings)
+    settings = {"dtype": torch.float32, "seed": 0, "meta": False}
+    return maker(source, tokenizer, ModelConfig(), LoraConfig(lora_dim=2), **settings)
 
 
 @pytest.mark.parametrize("maker", [build_causal_lm, build_reward_model])
@@ -59,11 +52,7 @@ def test_padding_that_is_end_of_sequence_is_not_told_to_the_model(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     assert build(build_reward_model, tmp_path).model.config.pad_token_id == 0
 
-    class Same(Padding):
-        pad_token_id = 1
-
-    source = find_model(str(tmp_path))
-    model = build_reward_model(
-        source, Same(), ModelConfig(), LoraConfig(), dtype=torch.float32, seed=0, meta=False
-    ).model
+    same = NoTokenizer()
+    same.pad_token_id = same.eos_token_id
+    model = build(build_reward_model, tmp_path, same).model
     assert model.config.pad_token_id is None

@@ -13,23 +13,10 @@ from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.blocks import HostCopies, compile_blocks, offload_inputs, recompute_blocks
 
 LAYERS = 3
+SIZES = {"hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
 CONFIGS = {
-    "opt": OPTConfig(
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        vocab_size=32,
-        dropout=0.1,
-    ),
-    "llama": LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        vocab_size=32,
-    ),
+    "opt": OPTConfig(word_embed_proj_dim=16, ffn_dim=32, vocab_size=32, dropout=0.1, **SIZES),
+    "llama": LlamaConfig(intermediate_size=32, vocab_size=32, **SIZES),
     "gpt2": GPT2Config(n_embd=16, n_layer=LAYERS, n_head=2, vocab_size=32),
 }
 

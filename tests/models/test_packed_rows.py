@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config
+from transformers import BloomConfig, BloomForCausalLM
 
 from dschat_lora.algos.logprobs import GroupSums
 from dschat_lora.algos.segments import block_causal_mask
@@ -16,7 +16,7 @@ from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
 from dschat_lora.supervised import batching as layout
 from helpers import plain
 from helpers.spread import ALL
-from helpers.tiny import KINDS, VOCAB, changing_inputs, ragged_samples, tiny_model
+from helpers.tiny import KINDS, VOCAB, changing_inputs, ragged_samples, softcapped_model, tiny_model
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -171,28 +171,8 @@ def test_probe_notices_samples_that_influence_each_other(kind, broken):
     assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
 
 
-def softcapped():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Gemma2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            final_logit_softcapping=2.0,
-        )
-        model = AutoModelForCausalLM.from_config(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape))
-    return model
-
-
 def test_probe_notices_logits_that_are_more_than_a_linear_layer():
-    assert not head_is_linear(softcapped(), vocab_size=VOCAB, device=CPU)
+    assert not head_is_linear(softcapped_model(), vocab_size=VOCAB, device=CPU)
 
 
 class Said:
@@ -242,7 +222,7 @@ def test_packing_is_given_up_aloud_where_samples_would_mix():
 
 
 def test_whole_logits_are_used_aloud_where_the_model_transforms_them():
-    model = softcapped()
+    model = softcapped_model()
     network = CausalLMLoss(model)
     _, said = settle(network)
     assert network.full_logits

@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BloomConfig,
-    Gemma2Config,
     MistralConfig,
 )
 
@@ -48,9 +47,10 @@ from helpers.pairs import (
     ragged_pairs,
     with_a_prefix,
 )
-from helpers.runs import NoTokenizer
+from helpers.rounding import assert_same_gradients, gradients_of
+from helpers.runs import CARD, NoTokenizer
 from helpers.spread import ALL, pairwise
-from helpers.tiny import VOCAB, changing_inputs, tiny_model
+from helpers.tiny import SHAPE, VOCAB, changing_inputs, softcapped_model, tiny_model
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -66,17 +66,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def config_of(kind):
     if kind != "mistral":
         return tiny_model(kind).config
-    return MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        sliding_window=WINDOW,
-        pad_token_id=0,
-    )
+    return MistralConfig(**SHAPE, sliding_window=WINDOW)
 
 
 def build(auto, kind, lora, attention="sdpa", **options):
@@ -133,25 +123,6 @@ def batch_of(pairs, layout, **options):
 
 def trainable(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def gradients(loss, model):
-    parameters = trainable(model)
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(parameters.items(), found, strict=True)
-    }
-
-
-def assert_same_gradients(found, expected):
-    assert found.keys() == expected.keys()
-    whole = torch.cat([g.flatten() for g in expected.values()]).norm()
-    assert whole > 0
-    for name, value in found.items():
-        wanted = expected[name]
-        # of what all gradients together measure, for one that all but vanishes
-        assert (value - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole), name
 
 
 # Only sdpa goes sample by sample.
@@ -240,7 +211,7 @@ def check_reward(model, name, pairs, batch):
     loss = reward_objective(config).loss(RewardModel(model), batch).total
     expected = plainly(model, pairs)
     torch.testing.assert_close(loss, expected, **CLOSE)
-    assert_same_gradients(gradients(loss, model), gradients(expected, model))
+    assert_same_gradients(gradients_of(loss, model), gradients_of(expected, model))
 
 
 def check_dpo(model, name, pairs, batch, network=None):
@@ -249,7 +220,7 @@ def check_dpo(model, name, pairs, batch, network=None):
     loss = dpo_objective(config, reference_of).loss(network, batch).total
     expected = plain_dpo(model, pairs, config)
     torch.testing.assert_close(loss, expected, **CLOSE)
-    assert_same_gradients(gradients(loss, model), gradients(expected, model))
+    assert_same_gradients(gradients_of(loss, model), gradients_of(expected, model))
 
 
 WAYS = ("blocks", "dense")
@@ -333,23 +304,7 @@ def test_heads_that_are_more_than_a_linear_layer_are_called():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_that_the_model_transforms_are_taken_whole(layout):
-    config = Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=2.0,
-        sliding_window=WINDOW,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape))
+    model = softcapped_model(sliding_window=WINDOW)
     apply_lora(model, FACTORS, seed=0)
     pairs = known(pairs_of(), model)
     network = CausalLMLogprobs(model)
@@ -546,35 +501,15 @@ def test_a_leak_between_branches_that_16_bit_rounding_would_hide_is_noticed():
 # Reward models built, saved and read again
 
 
-class PadTokenizer(NoTokenizer):
-    """As much of a tokenizer as building a model asks for."""
-
-    eos_token_id = 2
-
-    def __len__(self):
-        return VOCAB
-
-
-CARD = {"data": {}, "metrics": {}, "versions": {}}
-
-
 saves = pytest.mark.usefixtures("one_rank")
 quiet = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def built(path, lora=FACTORS, *, build=build_reward_model, pad=0, seed=0, meta=False, **options):
-    tokenizer = PadTokenizer()
+    tokenizer = NoTokenizer()
     tokenizer.pad_token_id = pad
-    return build(
-        find_model(str(path)),
-        tokenizer,
-        ModelConfig(),
-        lora,
-        dtype=torch.float32,
-        seed=seed,
-        meta=meta,
-        **options,
-    )
+    options |= {"dtype": torch.float32, "seed": seed, "meta": meta}
+    return build(find_model(str(path)), tokenizer, ModelConfig(), lora, **options)
 
 
 def move(model, by=0.1):
@@ -587,16 +522,17 @@ def move(model, by=0.1):
 
 
 def save(adapted, directory, base):
-    save_adapter(
-        Path(directory),
-        adapted.model,
-        adapted.lora,
-        base=str(base),
-        tokenizer=NoTokenizer(),
-        card=CARD,
-        task_type=adapted.task,
-    )
+    options = {"base": str(base), "tokenizer": NoTokenizer(), "task_type": adapted.task}
+    save_adapter(Path(directory), adapted.model, adapted.lora, card=CARD, **options)
     return directory
+
+
+PROBE = torch.arange(3, 12)[None]
+
+
+def merge(directory, model, *, max_kl):
+    options = {"tokenizer": NoTokenizer(), "probe_ids": PROBE, "dropouts": {}}
+    return save_merged(directory, model, max_kl=max_kl, **options)
 
 
 @torch.no_grad()
@@ -666,8 +602,8 @@ def test_padding_that_stock_transformers_skips_is_the_tokenizers(model_directory
 
 
 def test_stock_transformers_scores_an_end_that_is_the_padding_too(model_directory):
-    model = built(model_directory("llama"), pad=PadTokenizer.eos_token_id).model.eval()
-    ended = [5, 6, 7, PadTokenizer.eos_token_id]
+    model = built(model_directory("llama"), pad=NoTokenizer.eos_token_id).model.eval()
+    ended = [5, 6, 7, NoTokenizer.eos_token_id]
     with torch.no_grad():
         expected = plain_scores(model, ended)[-1]
         torch.testing.assert_close(model(input_ids=torch.tensor([ended])).logits[0, 0], expected)
@@ -763,14 +699,7 @@ def test_merged_reward_model_scores_as_the_unmerged_in_stock_transformers(
 ):
     reward = built(model_directory(kind), LoraConfig(lora_dim=3, lora_alpha=7))
     move(reward.model)
-    save_merged(
-        tmp_path / "model",
-        reward.model,
-        tokenizer=NoTokenizer(),
-        probe_ids=torch.arange(3, 12)[None],
-        max_kl=1e-6,
-        dropouts={},
-    )
+    merge(tmp_path / "model", reward.model, max_kl=1e-6)
     expected = stock_scores(reward.model)
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(stock_scores(merged), expected, **CLOSE)
@@ -789,19 +718,12 @@ def test_merge_of_a_reward_model_is_measured_in_scores_however_large(model_direc
     model = reward.model.bfloat16()
     for parameter in adapter_parameters(model).values():
         parameter.data = parameter.data.float()
-    report = save_merged(
-        tmp_path / "model",
-        model,
-        tokenizer=NoTokenizer(),
-        probe_ids=(ids := torch.arange(3, 12)[None]),
-        max_kl=1e9,
-        dropouts={},
-    )
+    report = merge(tmp_path / "model", model, max_kl=1e9)
     merged = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "model", dtype=torch.bfloat16
     )
     with torch.no_grad():
-        scores = [m.score(m.base_model(input_ids=ids)[0]).double() for m in (model, merged)]
+        scores = [m.score(m.base_model(input_ids=PROBE)[0]).double() for m in (model, merged)]
     shift = scores[1] - scores[0]
     assert report.max_abs_logit == pytest.approx(shift.abs().max().item())
     win = torch.sigmoid(shift)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
@@ -12,8 +11,9 @@ from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from helpers.iterations import ragged_responses
 from helpers.plain_ppo import said_of
+from helpers.rounding import assert_same_gradients, gradients_of
 from helpers.spread import ALL, pairwise
-from helpers.tiny import VOCAB, tiny_model
+from helpers.tiny import softcapped_model, tiny_model
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 RESPONSES = ragged_responses(4, seed=2)
@@ -48,15 +48,6 @@ def plainly(model, temperature):
     return [torch.cat(each) for each in zip(*both, strict=True)]
 
 
-def gradients(loss, model):
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(trained.items(), found, strict=True)
-    }
-
-
 def objective(logprobs, entropies, *, entropy):
     """Every token with a weight of its own."""
     weights = torch.linspace(-1.0, 2.0, len(logprobs))
@@ -69,13 +60,10 @@ def check(model, policy, temperature, *, entropy):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, theirs, **CLOSE)
-    ours = gradients(objective(*found, entropy=entropy), model)
-    theirs = gradients(objective(*expected, entropy=entropy), model)
-    whole = torch.cat([g.flatten() for g in theirs.values()]).norm()
-    assert whole > 0.1
-    for name, value in ours.items():
-        # of what all gradients together measure, for one that all but vanishes
-        assert (value - theirs[name]).norm() <= 1e-5 * max(theirs[name].norm(), 0.05 * whole), name
+    ours, theirs = (
+        gradients_of(objective(*each, entropy=entropy), model) for each in (found, expected)
+    )
+    assert_same_gradients(ours, theirs, least=0.1)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
@@ -135,24 +123,7 @@ def test_a_bias_of_the_head_is_divided_by_the_temperature_too():
 
 
 def test_logits_that_the_model_transforms_are_taken_whole():
-    config = Gemma2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        final_logit_softcapping=2.0,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape))
-    adapted(model, FACTORS)
+    model = adapted(softcapped_model(), FACTORS)
     whole = Policy(model)
     whole.full_logits = True
     for temperature in (1.0, 0.6):

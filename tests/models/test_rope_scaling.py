@@ -14,7 +14,7 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.validation import fitting_length
-from helpers.runs import NoTokenizer
+from helpers.runs import CARD, NoTokenizer
 from helpers.tiny import VOCAB
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -22,16 +22,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 POSITIONS = 64  # of the tiny models
 IDS = torch.randint(0, VOCAB, (1, 200), generator=torch.Generator().manual_seed(0))
-CARD = {"data": {}, "metrics": {}, "versions": {}}
-
-
-class Tokens(NoTokenizer):
-    """Has as many tokens as the tiny models."""
-
-    pad_token_id, eos_token_id = 0, 2
-
-    def __len__(self):
-        return VOCAB
 
 
 @torch.no_grad()
@@ -40,15 +30,9 @@ def logits(model):
 
 
 def built(path, **options):
-    return build_causal_lm(
-        find_model(str(path)),
-        Tokens(),
-        ModelConfig(**options),
-        LoraConfig(lora_dim=4),
-        dtype=torch.float32,
-        seed=1,
-        meta=False,
-    )
+    source, lora = find_model(str(path)), LoraConfig(lora_dim=4)
+    more = {"dtype": torch.float32, "seed": 1, "meta": False}
+    return build_causal_lm(source, NoTokenizer(), ModelConfig(**options), lora, **more)
 
 
 @pytest.mark.parametrize(
@@ -82,28 +66,15 @@ def test_adapter_and_merged_model_bring_the_scaling_along(model_directory, tmp_p
         for name, parameter in adapter_parameters(trained.model).items():
             parameter.copy_(0.1 * torch.randn_like(parameter)) if "lora_B" in name else None
     expected = logits(trained.model)
-    save_adapter(
-        tmp_path / "adapter",
-        trained.model,
-        trained.lora,
-        base=path,
-        tokenizer=Tokens(),
-        card=CARD,
-        rope_scaling=trained.rope_scaling,
-    )
+    more = {"tokenizer": NoTokenizer(), "card": CARD, "rope_scaling": trained.rope_scaling}
+    save_adapter(tmp_path / "adapter", trained.model, trained.lora, base=path, **more)
     again = built(tmp_path / "adapter")
     assert again.rope_scaling == text
     torch.testing.assert_close(logits(again.model), expected, rtol=0.0, atol=1e-6)
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["rope_scaling"]) == YARN
-    save_merged(
-        tmp_path / "model",
-        trained.model,
-        tokenizer=Tokens(),
-        probe_ids=IDS,
-        dropouts={},
-        max_kl=1e-6,
-    )
+    options = {"tokenizer": NoTokenizer(), "dropouts": {}, "max_kl": 1e-6}
+    save_merged(tmp_path / "model", trained.model, probe_ids=IDS, **options)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert merged.config.rope_parameters["factor"] == YARN["factor"]
     torch.testing.assert_close(logits(merged), expected, rtol=0.0, atol=1e-4)

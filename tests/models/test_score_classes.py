@@ -19,14 +19,13 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.supervised.pair_objectives import score_ends
 from fakecuda.captured import tiny
 from helpers.pairs import ragged_pairs
-from helpers.runs import NoTokenizer
+from helpers.runs import CARD, NoTokenizer
 from helpers.spread import ALL
 
 # Dense; of experts; with convolutions; a type whose classes are those of another.
 KINDS = ("granite", "olmoe", "lfm2", "internlm3")
 MORE = ("apertus", "cohere2", "ernie4_5", "ernie4_5_moe", "granitemoe", "glm4_moe", "vaultgemma")
 OPTIONS = ModelConfig(attn_implementation="eager")
-CARD = {"data": {}, "metrics": {}, "versions": {}}
 
 
 class Tokenizer(NoTokenizer):
@@ -56,18 +55,15 @@ def forget_classes(monkeypatch):
     monkeypatch.setattr(known, "_extra_content", {})
 
 
+def build(directory, lora, *, seed, **more):
+    source, options = ModelSource(str(directory)), {"dtype": torch.float32, "meta": False}
+    return build_reward_model(source, Tokenizer(), OPTIONS, lora, seed=seed, **options, **more)
+
+
 @pytest.fixture
 def trained(base):
     """A reward model with an adapter that changes it, and a head of its own."""
-    adapted = build_reward_model(
-        ModelSource(str(base)),
-        Tokenizer(),
-        OPTIONS,
-        LoraConfig(lora_dim=2, lora_alpha=4),
-        dtype=torch.float32,
-        seed=3,
-        meta=False,
-    )
+    adapted = build(base, LoraConfig(lora_dim=2, lora_alpha=4), seed=3)
     adapted.model.eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -109,15 +105,8 @@ def test_scores_are_the_last_hidden_state_of_the_language_model_times_a_new_head
 
 
 def test_stock_peft_scores_alike_by_the_code_of_the_model_card(base, trained, tmp_path):
-    save_adapter(
-        tmp_path,
-        trained.model,
-        trained.lora,
-        base=str(base),
-        tokenizer=Tokenizer(),
-        card=CARD,
-        task_type="SEQ_CLS",
-    )
+    options = {"base": str(base), "tokenizer": Tokenizer(), "card": CARD, "task_type": "SEQ_CLS"}
+    save_adapter(tmp_path, trained.model, trained.lora, **options)
     card = (tmp_path / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     code = code.replace(f'"{base.name}"', repr(str(base)))
@@ -135,25 +124,10 @@ def test_stock_peft_scores_alike_by_the_code_of_the_model_card(base, trained, tm
 def test_a_merged_reward_model_is_one_again(base, trained, tmp_path):
     probe = torch.tensor([sequences()[0]])
     directory = tmp_path / "merged"
-    save_merged(
-        directory,
-        trained.model,
-        tokenizer=Tokenizer(),
-        probe_ids=probe,
-        max_kl=1e-4,
-        dropouts={},
-    )
+    options = {"tokenizer": Tokenizer(), "max_kl": 1e-4, "dropouts": {}}
+    save_merged(directory, trained.model, probe_ids=probe, **options)
     AutoModelForSequenceClassification._model_mapping._extra_content.clear()
-    again = build_reward_model(
-        ModelSource(str(directory)),
-        Tokenizer(),
-        OPTIONS,
-        LoraConfig(),
-        dtype=torch.float32,
-        seed=0,
-        meta=False,
-        new_head=False,
-    )
+    again = build(directory, LoraConfig(), seed=0, new_head=False)
     expected = our_scores(trained.model)
     torch.testing.assert_close(our_scores(again.model.eval()), expected, rtol=1e-4, atol=1e-5)
 

@@ -20,7 +20,7 @@ from dschat_lora.lora.parallel import shard_of
 from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.tensor_parallel import divide
-from helpers.tiny import KINDS
+from helpers.tiny import KINDS, SHAPE
 
 OPTIONS = ModelConfig()
 
@@ -133,25 +133,24 @@ def test_names_of_older_files_are_understood(model_directory, tmp_path, kind, no
         assert torch.equal(found[name], expected)
 
 
-def test_missing_weights_are_named(model_directory, tmp_path):
+@pytest.mark.parametrize(
+    ("rank", "name", "size", "message"),
+    [
+        (0, "1.mlp.down_proj", None, "lack model.layers.1.mlp.down_proj.weight"),
+        (1, "0.self_attn.o_proj", 30, r"o_proj.weight has the shape \(32, 30\), the model"),
+    ],
+    ids=["missing", "of another shape"],
+)
+def test_weights_that_do_not_fit_are_named(model_directory, tmp_path, rank, name, size, message):
     path = model_directory("llama")
     stored = load_file(f"{path}/model.safetensors")
-    del stored["model.layers.1.mlp.down_proj.weight"]
+    weight = stored.pop(f"model.layers.{name}.weight")
+    if size is not None:
+        stored[f"model.layers.{name}.weight"] = weight[:, :size].contiguous()
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     load_config(path, OPTIONS).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="lack model.layers.1.mlp.down_proj.weight"):
-        part(str(tmp_path), 0)
-
-
-def test_weights_of_another_shape_are_named(model_directory, tmp_path):
-    path = model_directory("llama")
-    stored = load_file(f"{path}/model.safetensors")
-    name = "model.layers.0.self_attn.o_proj.weight"
-    stored[name] = stored[name][:, :-2].contiguous()
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    load_config(path, OPTIONS).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"o_proj.weight has the shape \(32, 30\), the model"):
-        part(str(tmp_path), 1)
+    with pytest.raises(ValueError, match=message):
+        part(str(tmp_path), rank)
 
 
 def test_more_ranks_than_words_to_divide_are_refused():
@@ -183,25 +182,15 @@ def test_reward_model_of_a_language_model_has_one_new_head_on_all_ranks(model_di
 
 
 CONFIGS = {
-    "mistral": MistralConfig(sliding_window=4, head_dim=8),
-    "qwen3": Qwen3Config(head_dim=8),
+    "mistral": MistralConfig(**SHAPE, sliding_window=4, head_dim=8),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
 }
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_plans_of_transformers_divide_every_linear_layer_of_the_blocks(kind):
-    config = CONFIGS[kind]
-    for name, value in {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 61,
-    }.items():
-        setattr(config, name, value)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(CONFIGS[kind])
     divide(model, TensorGroup(None, 0, 2))
     left = [name for name, m in model.named_modules() if type(m) is torch.nn.Linear]
     assert left == []

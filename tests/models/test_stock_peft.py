@@ -7,10 +7,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.lora.model import (
-    adapter_layout,
     adapter_parameters,
     apply_lora,
     with_expert_settings,
@@ -19,6 +17,7 @@ from dschat_lora.models.build import AdaptedModel, peft_warning
 from dschat_lora.models.loading import load_causal_lm, load_config
 from fakecuda.captured import tiny
 from helpers.composites import save_composite
+from helpers.tiny import write_trained
 
 IDS = torch.tensor([[5, 9, 11, 3, 7, 8, 200, 41]])
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -37,8 +36,7 @@ def in_peft(ours, directory):
     for name, parameter in adapter_parameters(ours.model).items():
         generator = torch.Generator().manual_seed(len(name))
         parameter.data.normal_(0, 0.1, generator=generator)
-    tensors, layout = adapter_parameters(ours.model), adapter_layout(ours.model)
-    write_adapter(directory, tensors, ours.lora, layout=layout, base_model_name_or_path="base")
+    write_trained(directory, ours.model, ours.lora)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(tiny(ours.model.config.model_type)).eval()
     theirs = PeftModel.from_pretrained(copy.deepcopy(base), directory)

@@ -9,12 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    OPTConfig,
-)
+from transformers import AutoTokenizer, LlamaConfig, OPTConfig
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig
@@ -27,7 +22,9 @@ from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
 from helpers.addons import with_addon
 from helpers.pairs import Answers
+from helpers.rounding import assert_same_gradients
 from helpers.spread import ALL
+from helpers.tiny import random_model
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -51,30 +48,20 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 
 
-def tiny(kind, seed=0):
+def tiny(kind):
     size = {"vocab_size": len(tokenizer()), "hidden_size": 32, "num_hidden_layers": 2}
     size |= {"num_attention_heads": 4, "max_position_embeddings": 64}
     size |= {"pad_token_id": tokenizer().pad_token_id, "bos_token_id": 0, "eos_token_id": 0}
     if kind == "opt":
-        config = OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **size)
-    else:
-        config = LlamaConfig(
-            intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=False, **size
-        )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model
+        return random_model(OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **size))
+    size |= {"intermediate_size": 48, "num_key_value_heads": 2}
+    return random_model(LlamaConfig(tie_word_embeddings=False, **size))
 
 
-def trainer_of(kind, directory, *, adapted, rows=ROWS, **options):
+def trl_trainer(trainer_class, config_class, kind, directory, rows, *, adapted=True, **options):
     """TRL's trainer over the tiny model, which has moved away from its reference."""
-    config = trl.DPOConfig(
+    config = config_class(
         output_dir=str(directory),
-        beta=BETA,
         use_cpu=True,
         bf16=False,
         report_to="none",
@@ -84,16 +71,22 @@ def trainer_of(kind, directory, *, adapted, rows=ROWS, **options):
         **options,
     )
     lora = peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear")
-    trainer = trl.DPOTrainer(
+    trainer = trainer_class(
         model=tiny(kind),
-        ref_model=None if adapted else tiny(kind),
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(),
-        peft_config=lora if adapted else None,
+        **{"peft_config": lora} if adapted else {"ref_model": tiny(kind)},
     )
     move_away(trainer.model)
     return trainer
+
+
+def same_columns(columns, metrics, names):
+    """Means of ours are its metrics."""
+    for name in names:
+        found, wanted = columns[name].mean().item(), metrics[name]
+        assert found == pytest.approx(np.mean(wanted), rel=1e-5, abs=1e-5), name
 
 
 def move_away(model):
@@ -143,7 +136,9 @@ def collate(pairs, layout):
 
 
 def compare(kind, directory, config, *, adapted, layout="packed", rows=ROWS, **options):
-    trainer = trainer_of(kind, directory, adapted=adapted, rows=rows, **options)
+    classes = trl.DPOTrainer, trl.DPOConfig
+    options |= {"beta": BETA, "adapted": adapted}
+    trainer = trl_trainer(*classes, kind, directory, rows, **options)
     examples = [trainer.train_dataset[i] for i in range(len(rows))]
     theirs = trainer.data_collator(examples)
     loss = trainer._compute_loss(trainer.model, dict(theirs), False)
@@ -165,21 +160,17 @@ def compare(kind, directory, config, *, adapted, layout="packed", rows=ROWS, **o
     metrics = trainer._metrics["eval"]
     shared = [name for name in metrics if name.startswith(("rewards/", "logps/"))]
     assert len(shared) == 6
-    for name in shared:
-        assert result.columns[name].mean().item() == pytest.approx(
-            metrics[name][0], rel=1e-5, abs=1e-5
-        ), name
+    same_columns(result.columns, metrics, shared)
     assert 0 < abs(metrics["rewards/margins"][0]) < 10
 
 
 def same_gradients(model, names, theirs):
-    expected = dict(theirs.named_parameters())
-    whole = torch.cat([expected[name].grad.flatten() for name in names.values()]).norm()
-    assert whole > 1e-3
-    for name, parameter in model.named_parameters():
-        if name in names:
-            wanted = expected[names[name]].grad
-            assert (parameter.grad - wanted).norm() <= 1e-5 * max(wanted.norm(), 0.05 * whole)
+    found, expected = dict(model.named_parameters()), dict(theirs.named_parameters())
+    assert_same_gradients(
+        {name: found[name].grad for name in names},
+        {name: expected[other].grad for name, other in names.items()},
+        least=1e-3,
+    )
 
 
 def default_of(config_class, name):
@@ -220,38 +211,6 @@ def test_loss_of_a_pair_with_the_chosen_answers_own_is_trls(row, tmp_path):
 # ---------------------------------------------------------------------------- without a reference
 
 
-def reference_free_trainer(kind, directory, name, rows=ROWS, **options):
-    """TRL's trainer of ORPO or SimPO over the tiny model with an adapter."""
-    import trl.experimental.cpo
-    import trl.experimental.orpo
-
-    known = {
-        "orpo": (trl.experimental.orpo.ORPOTrainer, trl.experimental.orpo.ORPOConfig),
-        "simpo": (trl.experimental.cpo.CPOTrainer, trl.experimental.cpo.CPOConfig),
-    }
-    trainer_class, config_class = known[name]
-    config = config_class(
-        output_dir=str(directory),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        per_device_train_batch_size=len(rows),
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        max_length=64,
-        **options,
-    )
-    trainer = trainer_class(
-        model=tiny(kind),
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
-        peft_config=peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear"),
-    )
-    move_away(trainer.model)
-    return trainer
-
-
 def answers_of(batch):
     """Its collated batch as pairs."""
     pairs = []
@@ -282,7 +241,14 @@ def chosen_cross_entropy(trainer, batch):
 
 
 def compare_reference_free(kind, directory, config, *, layout="packed", rows=ROWS, **options):
-    trainer = reference_free_trainer(kind, directory, config.loss_type, rows, **options)
+    from trl.experimental import cpo, orpo
+
+    classes = {
+        "orpo": (orpo.ORPOTrainer, orpo.ORPOConfig),
+        "simpo": (cpo.CPOTrainer, cpo.CPOConfig),
+    }
+    options |= {"max_length": 64}
+    trainer = trl_trainer(*classes[config.loss_type], kind, directory, rows, **options)
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(len(rows))])
     loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch)
     if config.loss_type == "orpo":
@@ -306,10 +272,7 @@ def compare_reference_free(kind, directory, config, *, layout="packed", rows=ROW
     same_gradients(model, names, trainer.model)
     shared = [name for name in metrics if name.startswith(("rewards/", "logps/", "log_odds"))]
     assert len(shared) == (8 if config.loss_type == "orpo" else 6)
-    for name in shared:
-        assert result.columns[name].mean().item() == pytest.approx(
-            metrics[name], rel=1e-5, abs=1e-5
-        ), name
+    same_columns(result.columns, metrics, shared)
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("opt", "packed"), ("llama", "alone")])
@@ -350,28 +313,6 @@ LABELLED = [
 ]
 
 
-def kto_trainer(kind, directory, **options):
-    config = trl.KTOConfig(
-        output_dir=str(directory),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        per_device_train_batch_size=len(LABELLED),
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        **options,
-    )
-    trainer = trl.KTOTrainer(
-        model=tiny(kind),
-        args=config,
-        train_dataset=Dataset.from_list(LABELLED),
-        processing_class=tokenizer(),
-        peft_config=peft.LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear"),
-    )
-    move_away(trainer.model)
-    return trainer
-
-
 def unpaired_of(batch):
     """TRL's collated batch as samples."""
 
@@ -397,7 +338,8 @@ def test_kto_is_trls(kind, packed, tmp_path):
     from dschat_lora.addons.kto.options import KtoOptions
 
     weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
-    trainer = kto_trainer(kind, tmp_path, beta=0.6, **weights)
+    classes = trl.KTOTrainer, trl.KTOConfig
+    trainer = trl_trainer(*classes, kind, tmp_path, LABELLED, beta=0.6, **weights)
     examples = [trainer.train_dataset[i] for i in range(len(LABELLED))]
     theirs = trainer.data_collator(examples)
     loss = trainer._compute_loss(trainer.model, dict(theirs), False)

@@ -15,7 +15,7 @@ from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models.backbone import Backbone
 from helpers.pairs import ragged_pairs
 from helpers.spread import ALL
-from helpers.tiny import VOCAB, ragged_samples, tiny_model
+from helpers.tiny import SHAPE, ragged_samples, tiny_model
 
 WINDOW = 3
 KINDS = ("opt", "gpt2", "neox", "llama", "sliding")
@@ -24,20 +24,10 @@ KINDS = ("opt", "gpt2", "neox", "llama", "sliding")
 def model_of(kind):
     if kind != "sliding":
         return tiny_model(kind).double()
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        max_window_layers=1,
-    )
+    sizes = {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": WINDOW}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE | sizes))
     return model.eval().double()
 
 
@@ -115,22 +105,17 @@ def run(model, backbone):
     return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
-    kind, checkpointing, on_gpu, monkeypatch
-):
-    kernel = SlowKernel()
-    monkeypatch.setattr(attention, "kernel", lambda: kernel)
+def run_of(kind, checkpointing):
+    """That of a model of the kind."""
     model = model_of(kind)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    loss, gradients = run(model, Backbone(model))
-    whole = (-1, 0)
-    second = (WINDOW - 1, 0) if kind == "sliding" else whole
-    assert sorted(kernel.windows) == sorted([whole, second] * 2 * (2 if checkpointing else 1))
+    return run(model, Backbone(model))
 
+
+def assert_as_by_mask(kind, loss, gradients, monkeypatch):
+    """Loss and gradients are those by a dense mask."""
     model = model_of(kind)
     backbone = Backbone(model)
     monkeypatch.setattr(backbone, "by_spans", False)
@@ -140,6 +125,20 @@ def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
     norm = torch.nn.utils.get_total_norm(expected.values())
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).norm() <= 1e-6 * norm, name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
+    kind, checkpointing, on_gpu, monkeypatch
+):
+    kernel = SlowKernel()
+    monkeypatch.setattr(attention, "kernel", lambda: kernel)
+    loss, gradients = run_of(kind, checkpointing)
+    whole = (-1, 0)
+    second = (WINDOW - 1, 0) if kind == "sliding" else whole
+    assert sorted(kernel.windows) == sorted([whole, second] * 2 * (2 if checkpointing else 1))
+    assert_as_by_mask(kind, loss, gradients, monkeypatch)
 
 
 @pytest.mark.skipif(attention.kernel() is None, reason="this torch has no such kernel")
@@ -162,19 +161,7 @@ def test_nothing_is_read_back_from_the_device(kind, on_gpu, monkeypatch):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_window_on_a_cpu_is_that_of_the_mask(checkpointing, monkeypatch):
-    model = model_of("sliding")
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-    loss, gradients = run(model, Backbone(model))
-    model = model_of("sliding")
-    backbone = Backbone(model)
-    monkeypatch.setattr(backbone, "by_spans", False)
-    expected_loss, expected = run(model, backbone)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
-    norm = torch.nn.utils.get_total_norm(expected.values())
-    for name, gradient in gradients.items():
-        assert (gradient - expected[name]).norm() <= 1e-6 * norm, name
+    assert_as_by_mask("sliding", *run_of("sliding", checkpointing), monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -62,30 +62,24 @@ def test_what_is_drawn_after_an_end_is_left_out_with_its_log_probabilities():
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "limit", "words"),
     [
-        ([Drawn([3, 50])], "drew the token 50, and the actor has 50"),
-        ([Drawn([-1])], "drew the token -1"),
-        ([Drawn([3] * 5)], "drew 5 tokens where 4 are the most"),
-        ([Drawn([])], "drew a response without tokens"),
-        ([Drawn([3, 4], [-1.0])], "gave 1 log-probabilities of 2 tokens"),
-        ([Drawn([3], [0.7])], "gave 1 log-probabilities of 1 tokens that are not one in nats"),
-        ([], "drew 0 of 1 responses"),
+        ([Drawn([3, 50])], 9, "drew the token 50, and the actor has 50"),
+        ([Drawn([-1])], 9, "drew the token -1"),
+        ([Drawn([3] * 5)], 9, "drew 5 tokens where 4 are the most"),
+        ([Drawn([3, 4, 5])], 2, "drew 3 tokens where 2 are the most"),  # of a turn
+        ([Drawn([])], 9, "drew a response without tokens"),
+        ([Drawn([3, 4], [-1.0])], 9, "gave 1 log-probabilities of 2 tokens"),
+        ([Drawn([3], [0.7])], 9, "gave 1 log-probabilities of 1 tokens that are not one in nats"),
+        ([], 9, "drew 0 of 1 responses"),
     ],
 )
-def test_what_is_no_response_is_told_in_one_line_that_names_the_engine(given, words):
+def test_what_is_no_response_is_told_in_one_line_that_names_the_engine(given, limit, words):
     with pytest.raises(RolloutError) as error:
-        drawn(*given)
+        drawn(*given, limits=[limit])
     cause = error.value.__cause__
     assert str(cause).startswith(f"--rollout_engine my:Engine {words}")
     assert isinstance(cause, OSError)  # which is shown without its place
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_limit_of_a_turn_binds_too():
-    with pytest.raises(RolloutError) as error:
-        drawn(Drawn([3, 4, 5]), limits=[2])
-    assert "drew 3 tokens where 2 are the most" in str(error.value.__cause__)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -172,7 +166,7 @@ def test_options_are_those_that_the_engine_takes(tmp_path, monkeypatch):
 
     assert check().ppo.rollout_correction == "tis"
     for argv, words in [
-        (["--oversample", "1.5"], f"agents and --rollout_engine {RANDOM} do not"),
+        (["--oversample", "1.5"], f"on the way, which --rollout_engine {RANDOM} cannot"),
         (["--use_rollout_logprobs"], "--use_rollout_logprobs is of --rollout_engine own"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -25,14 +25,19 @@ from dschat_lora.rl.watch.metrics import (
 )
 
 
+def scored(rows, mask, policy, scores=None):
+    """An experience without values, in which the reference is the policy."""
+    scores = torch.zeros(len(rows)) if scores is None else torch.tensor(scores)
+    return Experience(rows, torch.tensor(mask), policy, scores, policy, None)
+
+
 def test_sampler_error_is_over_the_tokens_that_count():
     drawn = [(-1.0, -2.0), (-3.0,), (-0.5, -0.5, -0.5)]
     responses = [Response((1,), (2,) * len(each), True, 0, logprobs=each) for each in drawn]
     # The last response has no score; padding holds anything.
-    mask = torch.tensor([[True, True, False], [True, False, False], [False] * 3])
+    mask = [[True, True, False], [True, False, False], [False] * 3]
     trained_on = torch.tensor([[-1.25, -2.0, 9.0], [-2.0, 9.0, 9.0], [7.0, 7.0, 7.0]])
-    scores = torch.tensor([1.0, 2.0, math.nan])
-    found = sampler_errors(Experience(responses, mask, trained_on, scores, trained_on, None))
+    found = sampler_errors(scored(responses, mask, trained_on, [1.0, 2.0, math.nan]))
     assert found["sampler_error"] == pytest.approx((0.25 + 0.0 + 1.0) / 3)
     assert found["sampler_error_max"] == pytest.approx(1.0)
 
@@ -40,8 +45,7 @@ def test_sampler_error_is_over_the_tokens_that_count():
 def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
     nan = math.nan
     rows = [Response((1,), (2,) * 2, True, 0, logprobs=(nan, nan)), Response((1,), (2,), True, 0)]
-    mask, policy = torch.tensor([[True, True], [False, False]]), torch.zeros(2, 2)
-    experience = Experience(rows, mask, policy, torch.tensor([1.0, nan]), policy, None)
+    experience = scored(rows, [[True, True], [False, False]], torch.zeros(2, 2), [1.0, nan])
     assert sampler_errors(experience) == {}
     # Of a response that does not count they are nobody's matter.
     known = [replace(rows[0], logprobs=(-1.0, 0.0)), replace(rows[1], logprobs=(nan,))]
@@ -49,23 +53,13 @@ def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
     assert found == {"sampler_error": 0.5, "sampler_error_max": 1.0}
 
 
-def test_answers_of_the_data_have_no_error_of_a_sampler():
+def test_answers_of_the_data_have_no_error_of_a_sampler_and_weight_1():
     rows = [
-        Response((1,), (2,), True, 0, logprobs=(-2.0,)),
+        Response((1,), (2,), True, 0, logprobs=(-1.5,), sampler_logprobs=(-2.0,)),
         Response((1,), (2,), True, 1, origin=Origin(is_drawn=False)),
     ]
-    mask, policy = torch.tensor([[True], [True]]), torch.full((2, 1), -1.5)
-    experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
+    experience = scored(rows, [[True], [True]], torch.full((2, 1), -1.0))
     assert sampler_errors(experience) == {"sampler_error": 0.5, "sampler_error_max": 0.5}
-
-
-def test_answers_of_the_data_have_weight_1():
-    rows = [
-        Response((1,), (2,), True, 0, sampler_logprobs=(-2.0,)),
-        Response((1,), (2,), True, 1, origin=Origin(is_drawn=False)),
-    ]
-    mask, policy = torch.tensor([[True], [True]]), torch.full((2, 1), -1.0)
-    experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
     weights = experience.importance(RolloutCorrection(cap=9.0))
     assert weights.flatten().tolist() == pytest.approx([math.e, 1.0])
 
@@ -77,8 +71,7 @@ def test_filters_make_no_token_less_probable():
         Response((1,), (2,) * len(d), True, 0, logprobs=(nan,) * len(d), sampler_logprobs=d)
         for d in drawn
     ]
-    mask, policy = torch.tensor([[True, True], [True, False]]), torch.tensor([[-1.0] * 2] * 2)
-    experience = Experience(rows, mask, policy, torch.zeros(2), policy, None)
+    experience = scored(rows, [[True, True], [True, False]], torch.full((2, 2), -1.0))
     assert sampler_errors(experience) == {}
     found = sampler_errors(experience, bounds=True)
     assert found == {"sampler_error": pytest.approx(2 / 3), "sampler_error_max": 2.0}
@@ -87,10 +80,9 @@ def test_filters_make_no_token_less_probable():
 def test_importance_weights_are_told_of_the_tokens_that_count():
     drawn = [(math.log(0.5), math.log(0.8)), (math.log(0.25),), (math.log(0.9),)]
     responses = [Response((1,), (2,) * len(d), True, 0, sampler_logprobs=d) for d in drawn]
-    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    mask = [[True, True], [True, False], [False, False]]
     policy = torch.tensor([[0.25, 0.8], [1.0, 0.3], [0.1, 0.1]]).log()
-    scores = torch.tensor([1.0, 2.0, math.nan])
-    experience = Experience(responses, mask, policy, scores, policy, None)
+    experience = scored(responses, mask, policy, [1.0, 2.0, math.nan])
     # ratios 1/2, 1 and 4, the last one cut to 2, or left out; k3 is r - 1 - log r
     tis, mis = RolloutCorrection(2.0), RolloutCorrection(2.0, masks=True)
     found = importance_metrics(experience.importance(tis), experience, tis)

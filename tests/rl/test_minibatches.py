@@ -1,7 +1,5 @@
 """Responses of an iteration, assigned to minibatches and ranks, and laid out as batches."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -39,12 +37,16 @@ def dealt(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("per_rank", [1, 2, None])
 def test_every_response_is_on_one_rank_in_one_micro_batch_of_a_pass(world_size, per_rank):
-    ranks = dealt(world_size, per_rank=per_rank)
-    taken = [n for steps in ranks for step in steps for batch in step.micro_batches for n in batch]
+    ranks, limit, taken = dealt(world_size, per_rank=per_rank), per_rank or 6 // world_size, []
+    for steps in zip(*ranks, strict=True):
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        batches = [batch for step in steps for batch in step.micro_batches]
+        assert max(map(len, batches)) <= limit
+        own = sorted(n for batch in batches for n in batch)
+        assert own == sorted(steps[0].numbers)
+        assert len(steps[0].micro_batches) == -(-len(own) // (limit * world_size))
+        taken += own
     assert sorted(taken) == list(range(len(LENGTHS)))
-    assert sorted(n for step in ranks[0] for n in step.numbers) == sorted(taken)
-    limit = per_rank or 6 // world_size
-    assert all(len(b) <= limit for steps in ranks for s in steps for b in s.micro_batches)
 
 
 def test_steps_have_the_same_responses_for_any_number_of_ranks():
@@ -55,16 +57,6 @@ def test_steps_have_the_same_responses_for_any_number_of_ranks():
     ]
     assert all(each == numbers[0] for each in numbers)
     assert [len(each) for each in numbers[0]] == [6, 6, 1]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("per_rank", [1, 2])
-def test_a_step_is_what_its_ranks_have_in_as_many_micro_batches_each(world_size, per_rank):
-    for steps in zip(*dealt(world_size, per_rank=per_rank), strict=True):
-        assert len({len(step.micro_batches) for step in steps}) == 1
-        own = [n for step in steps for batch in step.micro_batches for n in batch]
-        assert sorted(own) == sorted(steps[0].numbers)
-        assert len(steps[0].micro_batches) == -(-len(own) // (per_rank * world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -193,8 +185,3 @@ def test_a_batch_moves_as_a_whole():
     assert len(tensors) == 8
     assert all(each.is_meta for each in tensors)
     assert batch.numbers == (0, 1)
-
-
-def test_length_of_a_response_is_that_of_the_sequence():
-    for each in itertools.islice(responses_of(), 3):
-        assert len(each) == len(each.prompt) + len(each.tokens)

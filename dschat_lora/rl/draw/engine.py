@@ -206,12 +206,10 @@ class EngineDecoder(Drawing):
         pending, failure = _tried(partial(self.engine.draw, asked, sampling, **more))
 
         def responses() -> list[DecodedTurn]:
-            nonlocal failure
-            turns: list[DecodedTurn] = []
+            turns, later = list[DecodedTurn](), failure
             if failure is None:
-                checked = partial(self._checked, pending, asked, sampling, needed)
-                turns, failure = _tried(checked)
-            self._raise_together(failure)
+                turns, later = _tried(partial(self._checked, pending, asked, sampling, needed))
+            self._raise_together(later)
             return turns
 
         return responses
@@ -270,9 +268,8 @@ class EngineDecoder(Drawing):
 
     def _raise_together(self, failure: Exception | None) -> None:
         """Raise a :class:`RolloutError` of the first rank that has a failure; on every rank."""
-        own = (str(failure), True)
-        if failure is not None and not isinstance(failure, EngineError):
-            own = (f"{self._where} failed: {failure!r}", False)
+        is_plain = isinstance(failure, EngineError)
+        own = (str(failure) if is_plain else f"{self._where} failed: {failure!r}", is_plain)
         texts = gather_texts(json.dumps(None if failure is None else own))
         for words, is_plain in filter(None, map(json.loads, texts)):
             # A user's own error is shown with its place.

@@ -46,8 +46,7 @@ class Generator:
     ) -> None:
         """Prepare to draw ``batch_size`` responses at a time, by engines that do not take all.
 
-        ``find_end`` says after how many tokens the text of a turn ends, if it does. Without a
-        ``player`` each response is one turn.
+        ``find_end`` says after how many tokens the text of a turn ends, if it does.
         """
         self.engine, self.player = engine, player or OneTurn()
         self._batch_size, self._eos_ids, self._find_end = batch_size, frozenset(eos_ids), find_end
@@ -121,12 +120,7 @@ class Generator:
         return lambda: self._share(wait(), tasks, sampling)
 
     def _draw(
-        self,
-        begin: Begin,
-        sampling: Sampling,
-        key: Key,
-        num_generations: int,
-        keep_logprobs: bool,
+        self, begin: Begin, sampling: Sampling, key: Key, num_generations: int, keep_logprobs: bool
     ) -> Draw:
         return Draw(
             partial(begin, sampling=sampling),
@@ -165,9 +159,6 @@ def _share_of(needed: int | None, batch: Sequence[int], mine: Sequence[int]) -> 
     return own * (first + len(batch)) // len(mine) - own * first // len(mine)
 
 
-def _tasks(prompts: Sequence[PromptSample], num_generations: int) -> list[list[Response]]:
-    """The responses to each prompt before they are drawn."""
-    copies = range(num_generations)
-    return [
-        [unanswered(n, p, n * num_generations + k) for k in copies] for n, p in enumerate(prompts)
-    ]
+def _tasks(prompts: Sequence[PromptSample], count: int) -> list[list[Response]]:
+    """So many responses to each prompt before they are drawn."""
+    return [[unanswered(n, p, n * count + k) for k in range(count)] for n, p in enumerate(prompts)]

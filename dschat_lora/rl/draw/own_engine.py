@@ -24,10 +24,8 @@ GATHER_SHARE = 0.6
 
 def whole_weights_fit(parameters: Iterable[Any], here: torch.device) -> bool:
     """Whether the free memory of every rank holds sharded weights whole; call on every rank."""
-    fits = True
-    if here.type == "cuda":
-        size = sum(p.ds_numel * p.element_size() for p in parameters)
-        fits = size < GATHER_SHARE * free_bytes(here)
+    sizes = (p.ds_numel * p.element_size() for p in parameters)
+    fits = here.type != "cuda" or sum(sizes) < GATHER_SHARE * free_bytes(here)
     return max_over_ranks(float(not fits)) == 0
 
 
@@ -147,8 +145,6 @@ def decoded_turns(found: Responses, keep_logprobs: bool) -> list[DecodedTurn]:
     own = sampler = [list[float]() for _ in tokens]
     if keep_logprobs:
         own, sampler = found.logprobs(), found.sampler_logprobs()
-    turns = map(DecodedTurn, tokens, own, sampler, found.undrawn())
-    return [
-        DecodedTurn([], [], [], undrawn=False) if cut else turn
-        for turn, cut in zip(turns, found.cut, strict=True)
-    ]
+    nothing = DecodedTurn([], [], [], undrawn=False)
+    turns = zip(map(DecodedTurn, tokens, own, sampler, found.undrawn()), found.cut, strict=True)
+    return [nothing if cut else turn for turn, cut in turns]

@@ -89,12 +89,11 @@ class Draw:
                 whole[n] = each.with_turn(turn.cut(self.is_end, self.find_end))
             if self.needed is None:
                 return [*whole.values()]
-            longest, lost = dict[int, int](), set[int]()
-            for n, each in enumerate(responses):
-                longest[each.group] = max(longest.get(each.group, 0), len(turns[n].tokens))
-                lost |= set() if turns[n].tokens else {each.group}
-            left = [group for group in longest if group not in lost]
-            kept = {*sorted(left, key=longest.__getitem__)[: self.needed]}
+            sizes = dict[int, list[int]]()
+            for each, turn in zip(responses, turns, strict=True):
+                sizes.setdefault(each.group, []).append(len(turn.tokens))
+            left = {group: max(own) for group, own in sizes.items() if all(own)}
+            kept = {*sorted(left, key=left.__getitem__)[: self.needed]}
             return [each for each in whole.values() if each.group in kept]
 
         return drawn

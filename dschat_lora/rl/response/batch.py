@@ -108,13 +108,12 @@ def collate(
     chosen = [responses[n] for n in numbers]
     reference = None
     if any(each.reference_prompt is not None for each in chosen):
-        read = [
-            replace(each, prompt=each.reference_prompt or each.prompt, reference_prompt=None)
-            for each in chosen
-        ]
+        prompts = (each.reference_prompt or each.prompt for each in chosen)
+        pairs = zip(chosen, prompts, strict=True)
+        read = [replace(each, prompt=own, reference_prompt=None) for each, own in pairs]
         reference = collate(read, range(len(read)), pad_id, shares_prompts=shares_prompts)
-    pairs = [(owner, each) for owner, r in enumerate(chosen) for each in r.sequences]
-    owners, sequences = [owner for owner, _ in pairs], [each for _, each in pairs]
+    owners = [owner for owner, each in enumerate(chosen) for _ in each.sequences]
+    sequences = [sequence for each in chosen for sequence in each.sequences]
     rows: dict[object, list[int]] = {}
     for index, each in enumerate(sequences):
         rows.setdefault(each.prompt if shares_prompts else index, []).append(index)
@@ -126,8 +125,7 @@ def collate(
     places = [path for _, path in sorted(zip(order, paths, strict=True), key=itemgetter(0))]
     steps = [each.actor_positions for each in sequences]
     along = list(zip(places, steps, strict=True))
-    filled = [0] * len(chosen)  # steps of each response in its sequences so far
-    numbered = []
+    filled, numbered = [0] * len(chosen), []  # steps of each response in its sequences so far
     for owner, step in zip(owners, steps, strict=True):
         numbered.append(filled[owner] + np.arange(len(step)))
         filled[owner] += len(step)

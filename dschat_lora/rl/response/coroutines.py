@@ -51,14 +51,13 @@ def run_together(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
         RuntimeError: if one calls ``sys.exit``, which would end the loop.
     """
 
+    async def guarded(each: Awaitable[Any]) -> Any:
+        try:
+            return await each
+        except SystemExit as error:
+            raise RuntimeError("sys.exit was called") from error
+
     async def together() -> list[Any]:
-        return list(await asyncio.gather(*map(_guarded, waiting)))
+        return list(await asyncio.gather(*map(guarded, waiting)))
 
     return start(together()).result()
-
-
-async def _guarded(waiting: Awaitable[Any]) -> Any:
-    try:
-        return await waiting
-    except SystemExit as error:
-        raise RuntimeError("sys.exit was called") from error

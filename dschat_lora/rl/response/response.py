@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.data.tool_calls import parse_answer
@@ -135,9 +134,7 @@ class Response:
     @property
     def num_actor_tokens(self) -> int:
         """Tokens that the actor chose."""
-        return sum(
-            sum(each.actor_mask) if each.actor_mask else len(each.tokens) for each in self.sequences
-        )
+        return sum(sum(s.actor_mask) if s.actor_mask else len(s.tokens) for s in self.sequences)
 
     @property
     def num_read_tokens(self) -> int:
@@ -218,18 +215,17 @@ def share_responses(
         row[4 : 4 + len(each.tokens)] = torch.tensor(each.tokens)
         row[4 + width :].view(2, width)[:, : drawn.shape[1]] = drawn
     whole = gather_over_ranks(table.to(device)).cpu()
-    return [_of_row(row, blank[int(row[0])], width) for row in whole[whole[:, 0].argsort()]]
-
-
-def _of_row(row: Tensor, blank: Response, width: int) -> Response:
-    return replace(
-        blank,
-        tokens=tuple(row[4 : 4 + int(row[1])].long().tolist()),
-        ended=bool(row[3] > 0),
-        undrawn=bool(row[3] < 0),
-        logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
-        sampler_logprobs=tuple(row[4 + 2 * width :][: int(row[2])].tolist()),
-    )
+    return [
+        replace(
+            blank[int(row[0])],
+            tokens=tuple(row[4 : 4 + int(row[1])].long().tolist()),
+            ended=bool(row[3] > 0),
+            undrawn=bool(row[3] < 0),
+            logprobs=tuple(row[4 + width :][: int(row[2])].tolist()),
+            sampler_logprobs=tuple(row[4 + 2 * width :][: int(row[2])].tolist()),
+        )
+        for row in whole[whole[:, 0].argsort()]
+    ]
 
 
 # In the order that checkpoints have.
@@ -254,10 +250,8 @@ def responses_as_json(responses: Mapping[int, Response]) -> str:
 def response_from_json(fields: Mapping[str, Any], columns: bytes, place: int = 0) -> Response:
     """A response of :func:`responses_as_json`."""
     more: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
-    earlier = more.pop("earlier").encode()
-    sequences = (
-        TokenSequence(*map(tuple, each.values())) for each in more.pop("earlier_sequences")
-    )
+    earlier, given = more.pop("earlier").encode(), more.pop("earlier_sequences")
+    sequences = (TokenSequence(*map(tuple, each.values())) for each in given)
     names = ("num_calls", "num_retries", "failure", "logged")
     (reward,) = (more.pop(n) for n in fields if n.endswith("reward"))  # older ones say whose
     episode = Episode(earlier, reward, tuple(sequences), *(more.pop(n) for n in names))

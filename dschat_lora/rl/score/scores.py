@@ -104,10 +104,8 @@ class RewardFunction(UserFunction):
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Of its rewards in metrics."""
-        if self.own_names:
-            return self.own_names
         own = getattr(self.function, "reward_name", "")
-        return (own or self.name.partition("=")[0].rpartition(":")[2],)
+        return self.own_names or (own or self.name.partition("=")[0].rpartition(":")[2],)
 
     def entries(self, found: Any, count: int) -> list[Any]:
         """Of a scorer's lists by name, the scores of each response."""
@@ -149,10 +147,9 @@ class RewardFunction(UserFunction):
         more = {} if beside is None else {beside.name: [beside.by_place[n] for n in own]}
         # One rank's failure is everybody's: the first rank says what it was.
         values = raise_together(lambda: self._scores([*own.values()], state, more))
-        table = [[0.0] * len(self.names) for _ in responses]
-        for number, scores in zip(own, values, strict=True):
-            table[number] = scores
-        flat = sum_over_processes([score for scores in table for score in scores])
+        table, unscored = dict(zip(own, values, strict=True)), [0.0] * len(self.names)
+        rows = (table.get(n, unscored) for n in range(len(responses)))
+        flat = sum_over_processes([score for scores in rows for score in scores])
         return torch.tensor(flat, device=device()).float().view(-1, len(self.names))
 
     def own_scores(self, responses: Sequence[Response]) -> list[float]:
@@ -174,12 +171,11 @@ class RewardFunction(UserFunction):
             calls.setdefault(response.group if self.batch == "group" else 0, []).append(number)
         scores: dict[int, list[float]] = {}
         for numbers in calls.values():
-            part = [responses[n] for n in numbers]
             more = {name: [own[n] for n in numbers] for name, own in (beside or {}).items()}
-            found = self.call(part, state, more)
-            for number, entry, response in zip(numbers, found, part, strict=True):
+            found = self.call([responses[n] for n in numbers], state, more)
+            for n, entry in zip(numbers, found, strict=True):
                 values = entry if self.own_names else [entry]
-                scores[number] = [self._number(value, response) for value in values]
+                scores[n] = [self._number(value, responses[n]) for value in values]
         return [scores[n] for n in range(len(responses))]
 
     def _number(self, value: Any, response: Response) -> float:
@@ -263,12 +259,11 @@ class EpisodeScorer(Scorer):
         given = [each.episode.reward for each in responses]
         values = [math.nan if reward is None else reward for reward in given]
         scores = to_device(torch.tensor(values), device())
-        metrics, columns = dict[str, float](), dict[str, list[Any]]()
         logged = [each.episode.logged for each in responses]
-        for name in sorted({name for each in logged for name in each}):
-            values = [each[name] for each in logged if name in each]
-            metrics[name] = sum(values) / len(values)
-            columns[name] = [each.get(name) for each in logged]
+        names = sorted({name for each in logged for name in each})
+        columns = {name: [each.get(name) for each in logged] for name in names}
+        known = {n: [v for v in column if v is not None] for n, column in columns.items()}
+        metrics = {name: sum(values) / len(values) for name, values in known.items()}
         return Scores(scores, {self.name: scores}, metrics=metrics, columns=columns)
 
 
@@ -328,12 +323,12 @@ class RewardSum(Scorer):
         """
         scores = torch.stack([model, total], dim=1).tolist()  # read at once
         for response, (own, added) in zip(responses, scores, strict=True):
-            if response.is_left_out or (math.isfinite(own) and not math.isinf(added)):
-                continue
             is_sum = math.isfinite(own)
-            who, value = (
-                ("the weighted sum of rewards", added) if is_sum else ("the reward model", own)
-            )
+            if response.is_left_out or (is_sum and not math.isinf(added)):
+                continue
+            who, value = "the reward model", own
+            if is_sum:
+                who, value = "the weighted sum of rewards", added
             raise ScoreError from ValueError(
                 f"{who} gives {value} for {shortened(self.decode(response.tokens))!r} after the "
                 f"prompt {shortened(self.decode(response.prompt))!r}; a score is a finite number"

@@ -193,20 +193,16 @@ class UserFunction:
             ValueError: if it returns no list of as many.
         """
         where = f"--{self.option} {self.name}"
-        single = is_singular(self.function)
+        single, done = is_singular(self.function), dict[int, tuple[Any, RewardLog]]()
         parts = [[each] for each in responses] if single else [list(responses)]
-        done: dict[int, tuple[Any, RewardLog]] = {}
-        sees = getattr(self.function, "sees_media", True)
-        media = media_of(self.tokenizer) if sees else None
+        media = media_of(self.tokenizer) if getattr(self.function, "sees_media", True) else None
         for tries_left in reversed(range(self.retries + 1)):
             # A call that succeeded is not made again, and what one logs that fails is not kept.
             logs = [RewardLog() for _ in parts]
             calls = calls_of(self.function, responses, self.tokenizer, state, logs, beside, media)
-            every = enumerate(zip(calls, logs, strict=True))
-            left = {n: call for n, call in every if n not in done}
+            left = {n: (calls[n], logs[n]) for n in range(len(parts)) if n not in done}
             count, came = sum(len(parts[n]) for n in left), dict[int, Any]()
-            make = partial(self._make, left, came, tries_left)
-            failure = None
+            make, failure = partial(self._make, left, came, tries_left), None
             try:
                 self._within_time(make, count) if self.timeout else make()
             except Exception as error:  # noqa: BLE001 - raised unless another try goes better
@@ -223,10 +219,11 @@ class UserFunction:
                 raise RuntimeError(f"{where} failed") from failure
             else:
                 raise failure
-        found = [done[n][0] for n in range(len(parts))]
-        for n in range(len(parts)):  # by the order of responses, whichever came first
-            self.log.metrics += done[n][1].metrics
-            self.log.columns += done[n][1].columns
+        found = []
+        for _, (value, log) in sorted(done.items()):  # by responses, whichever came first
+            found.append(value)
+            self.log.metrics += log.metrics
+            self.log.columns += log.columns
         return self.entries(found if single else found[0], len(responses))
 
     def entries(self, found: Any, count: int) -> list[Any]:

@@ -56,35 +56,28 @@ def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
 
     Gradient norms are those of the last step.
     """
-    tokens = sum(result.num_tokens for result in results)
+    tokens, last = sum(result.num_tokens for result in results), results[-1]
     means = dict[str, float | None]()
     names = ("loss", "policy_loss", "value_loss", "text_loss", "entropy", "clip_fraction")
     for name in (*names, "value_clip_fraction", "approx_kl"):
         known = getattr(results[0], name) is not None  # in all steps or in none
         weighted = (getattr(each, name) * each.num_tokens for each in results if known)
-        means[name] = sum(weighted) / tokens if known else None
-    if means["text_loss"] is None:
-        del means["text_loss"]
-    last = results[-1].outcomes
-    actor = last.get("actor")  # None while the critic alone learns
+        if known or name != "text_loss":
+            means[name] = sum(weighted) / tokens if known else None
+    actor = last.outcomes.get("actor")  # None while the critic alone learns
     norms = {
         "grad_norm": None if actor is None else actor.grad_norm,
         "loss_scale": None if actor is None else actor.loss_scale,
-        "skipped": results[-1].skipped,
+        "skipped": last.skipped,
     }
-    if "critic" in last:
-        norms["critic_grad_norm"] = last["critic"].grad_norm
-    rates = rate_metrics(results[-1].learning_rates["actor"])  # of base and LoRA parameters
-    if "critic" in results[-1].learning_rates:
-        critic = rate_metrics(results[-1].learning_rates["critic"])
+    if "critic" in last.outcomes:
+        norms["critic_grad_norm"] = last.outcomes["critic"].grad_norm
+    rates = rate_metrics(last.learning_rates["actor"])  # of base and LoRA parameters
+    if "critic" in last.learning_rates:
+        critic = rate_metrics(last.learning_rates["critic"])
         rates |= {f"critic_{name}": rate for name, rate in critic.items()}
-    return {
-        "loss": means.pop("loss"),
-        **rates,
-        **means,
-        **norms,
-        "ratio_error": results[0].ratio_error,
-    }
+    first = {"loss": means.pop("loss")}
+    return first | rates | means | norms | {"ratio_error": results[0].ratio_error}
 
 
 def response_metrics(
@@ -102,13 +95,12 @@ def response_metrics(
     counts = ~table[:, 0].isnan()
     kept = [r for r, counted in zip(responses, counts.tolist(), strict=True) if counted]
     scores, kl, k3, scaled = table[counts].unbind(1)
-    lengths = torch.tensor([float(r.num_actor_tokens) for r in kept], dtype=torch.float64)
+    lengths = torch.tensor([r.num_actor_tokens for r in kept], dtype=torch.float64)
     eos_rate = sum(r.ended for r in kept) / len(kept)
-    groups, equal = [each.group for each in responses], {}
+    groups, equal, explained = [each.group for each in responses], {}, None
     if len(set(groups)) < len(groups):  # prompts whose responses teach nothing, of one score say
         known = experience.scores, experience.rewards, experience.weights
         equal["equal_prompts"] = len(idle_groups(algorithm, groups, *known))
-    explained = None
     if targets is not None and targets.returns is not None and experience.values is not None:
         explained = float(explained_variance(experience.values, targets.returns, mask))
     return {
@@ -166,10 +158,9 @@ def importance_metrics(
     if importance is None or correction is None:
         return found
     weights = importance[experience.mask].double()
-    found["importance_weight"] = float(weights.mean())
-    if correction.masks:
-        return found | {"importance_masked": float((weights == 0).double().mean())}
-    return found | {"importance_capped": float((weights >= correction.cap).double().mean())}
+    name = "importance_masked" if correction.masks else "importance_capped"
+    hit = weights == 0 if correction.masks else weights >= correction.cap
+    return found | {"importance_weight": float(weights.mean()), name: float(hit.double().mean())}
 
 
 def version_metrics(responses: Sequence[Response], iteration: int) -> dict[str, float]:

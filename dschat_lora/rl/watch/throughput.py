@@ -108,30 +108,28 @@ class FlopCounter:
     ) -> PhaseWork:
         """Work of one iteration over all processes, whose update made ``passes`` over responses.
 
-        Roles that are not ``learning`` had forward passes alone.
-        Actor and critic had a forward pass before the update over these shares of the responses.
-        ``counts`` are of all ranks' batches of one pass, in which ``skips_padding`` says that
-        padding is not computed, and ``text`` of the pretraining text that the actor trained on.
+        Roles that are not ``learning`` had forward passes alone. Actor and critic had one before
+        the update over these shares of the responses. ``counts`` are of all ranks' batches of one
+        pass, in which ``skips_padding`` says that padding is not computed, and ``text`` of the
+        pretraining text that the actor trained on.
         """
-        forward = _sizes(counts, skips_padding)
+        forward = counts.sizes(skips_padding=skips_padding)
         scoring = training = Flops()
         for name, shape in self._shapes.items():
             share = shares_before[name] if name in self._checkpointed else 1.0
             one = forward_flops(shape, **forward)
             scoring += Flops(one.model * share, one.hardware * share)
+
+        def learnt(role: str, sizes: dict[str, float]) -> Flops:
+            checkpointed = self._checkpointed[role]
+            return step_flops(self._shapes[role], gradient_checkpointing=checkpointed, **sizes)
+
         for name in (*self._checkpointed, *(["reference"] if self._compares else [])):
-            shape = self._shapes[name]
-            if name in learning:
-                one = step_flops(shape, gradient_checkpointing=self._checkpointed[name], **forward)
-            else:
-                one = forward_flops(shape, **forward)
+            learns = name in learning
+            one = learnt(name, forward) if learns else forward_flops(self._shapes[name], **forward)
             training += Flops(one.model * passes, one.hardware * passes)
         if text is not None:
-            training += step_flops(
-                self._shapes["actor"],
-                gradient_checkpointing=self._checkpointed["actor"],
-                **_sizes(text, skips_padding),
-            )
+            training += learnt("actor", text.sizes(skips_padding=skips_padding))
         generation = self._generation(responses) if self._decodes_here else Flops()
         return PhaseWork(
             {"generation": generation, "scoring": scoring, "training": training},
@@ -182,10 +180,10 @@ class FlopCounter:
                 gradient_checkpointing=checkpointed,
             )
 
-        training = 0.0
-        for role, checkpointed in self._checkpointed.items():
-            rank = self._shapes[role].lora_dim
-            training += passes * flops(role, lora_dim=rank, checkpointed=checkpointed)
+        training = sum(
+            passes * flops(role, lora_dim=self._shapes[role].lora_dim, checkpointed=checkpointed)
+            for role, checkpointed in self._checkpointed.items()
+        )
         return training + flops("actor", lora_dim=0, checkpointed=False) / 3
 
 
@@ -281,16 +279,3 @@ def throughput_metrics(
         **{f"{n}_tflops_per_device": work.flops[n].model / scale / spent[n] for n in PHASES},
         "generation_bytes_per_second": work.decode_bytes / world_size() / spent["generation"],
     }
-
-
-def _sizes(counts: StepCounts, skips_padding: bool) -> dict[str, float]:
-    """Arguments of the FLOP formulas."""
-    sizes: dict[str, float] = {
-        "num_tokens": counts.num_tokens,
-        "num_attended": counts.num_attended,
-        "num_targets": counts.num_targets,
-    }
-    if not skips_padding:
-        sizes["num_positions"] = counts.num_positions
-        sizes["num_scored_pairs"] = counts.num_scored_pairs
-    return sizes
