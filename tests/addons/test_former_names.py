@@ -129,10 +129,7 @@ FORMER = {
         "SEEN Prediction scorer_arguments chosen_predictions read_predictions json_lines "
         "run_format predictions_to_format cleaner"
     ),
-    "experiments.nlg.ter": (
-        "TER_TEXTS Words Distance EditsOf Part ResultT EditDistance ter pyter least_edits "
-        "tercom_edits shifted_edits"
-    ),
+    "experiments.nlg.ter": "TER_TEXTS Part ResultT ter pyter shifted_edits",
     "experiments.nlg.train": "run_training with_weights save_factors",
     "experiments.nlg.validation": (
         "with_our_options with_base weights_file with_query_and_value check_cycle check_epochs "

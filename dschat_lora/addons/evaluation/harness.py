@@ -156,11 +156,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        policy: LoadedPolicy,
-        *,
-        batch_size: int,
-        check: Callable[[], None] = lambda: None,
+        self, policy: LoadedPolicy, *, batch_size: int, check: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
         self._check = check

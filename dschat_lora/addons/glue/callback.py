@@ -27,12 +27,7 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.report.directory import read_object
-from dschat_lora.runtime.checkpointer import (
-    end_by_signal,
-    how_to_go_on,
-    state_to_keep,
-    take_over,
-)
+from dschat_lora.runtime.checkpointer import end_by_signal, how_to_go_on, state_to_keep, take_over
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.signals import name_of
 

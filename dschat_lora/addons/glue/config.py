@@ -181,8 +181,7 @@ class GlueConfig:
         0.0, help="weight of the divergence of two passes over each batch (R-Drop); 0: one pass"
     )
     masking_prob: float = option(
-        0.0,
-        help="share of the second pass's tokens that become unknown (token cutoff), in [0, 1)",
+        0.0, help="share of the second pass's tokens that become unknown (token cutoff), in [0, 1)"
     )
 
     # The Trainer's.

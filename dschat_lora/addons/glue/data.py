@@ -34,9 +34,7 @@ SPLITS = {
     ),
     "test": Split("test_file", ("test_matched", "test"), "leave out --do_predict"),
     "test_mismatched": Split(
-        "test_mismatched_file",
-        ("test_mismatched",),
-        "name files one by one with --test_file",
+        "test_mismatched_file", ("test_mismatched",), "name files one by one with --test_file"
     ),
 }
 _SUFFIXES = (".tsv", ".jsonl", ".json", ".csv", ".parquet")

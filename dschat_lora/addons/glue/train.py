@@ -52,11 +52,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.engine.process_group import init_distributed
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import hub_errors
-from dschat_lora.runtime.resume import (
-    check_identity,
-    goes_on_in_place,
-    launched_processes,
-)
+from dschat_lora.runtime.resume import check_identity, goes_on_in_place, launched_processes
 from dschat_lora.runtime.run import (
     OpenRun,
     claim_together,
@@ -250,9 +246,7 @@ def _digest(split: TaskSplit) -> str:
 
 
 def _describe(
-    model: PreTrainedModel,
-    splits: dict[str, TaskSplit],
-    run: OpenRun[GlueConfig],
+    model: PreTrainedModel, splits: dict[str, TaskSplit], run: OpenRun[GlueConfig]
 ) -> None:
     """Say and record what is trained, and on what."""
     total = sum(p.numel() for p in model.parameters())

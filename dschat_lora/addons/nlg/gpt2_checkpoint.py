@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dschat_lora.addons.loralib.lora_only import (
-    LoraOnly,
-    LoraSettings,
-    is_factor,
-    rank_of,
-    read_tensors,
-)
+from dschat_lora.addons.loralib.lora_only import LoraOnly, is_factor, rank_of, read_tensors
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.models.loading import load_config, load_options
@@ -53,7 +47,8 @@ def read_gpt2_checkpoint(path: Path) -> Gpt2Checkpoint:
         raise ValueError(f"{path}: the output head is not the embedding, as GPT-2's is")
     factors = {name: tensor for name, tensor in tensors.items() if is_factor(name)}
     base = {n: t for n, t in tensors.items() if n not in factors and not n.endswith(_MASKS)}
-    return Gpt2Checkpoint(path, base, _as_lora_only(path, factors, settings))
+    lora = LoraOnly(path, rank_of(factors, path), factors, settings) if factors else None
+    return Gpt2Checkpoint(path, base, lora)
 
 
 def gpt2_with_weights(
@@ -108,9 +103,3 @@ def _our_name(name: str) -> str:
     if name.startswith((_BODY, "lm_head.")):
         return name
     return _BODY + name
-
-
-def _as_lora_only(
-    path: Path, factors: dict[str, Tensor], settings: LoraSettings | None
-) -> LoraOnly | None:
-    return LoraOnly(path, rank_of(factors, path), factors, settings) if factors else None

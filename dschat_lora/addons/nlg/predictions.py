@@ -247,16 +247,12 @@ def _written_text(
 
 
 def _vocabulary(directory: Path) -> dict[int, bytes]:
-    """The bytes of each token of GPT-2's ``encoder.json`` or ``vocab.json``; none without one.
+    """The bytes of each token of GPT-2's ``encoder.json`` or ``vocab.json``; none without one."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes seconds
 
-    Printable bytes stand for themselves there, the others in order for characters from 256 on.
-    """
     found = (read_object(directory / name) for name in ("encoder.json", "vocab.json"))
     names = next(filter(None, found), {})
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable}
-    byte_of |= {chr(256 + n): byte for n, byte in enumerate(others)}
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     return {
         int(number): b"".join(
             bytes([byte_of[character]]) if character in byte_of else character.encode()

@@ -9,11 +9,7 @@ import torch
 from torch import nn
 
 from dschat_lora.addons.planning.cards import Card
-from dschat_lora.addons.planning.launches import (
-    EFFICIENCY,
-    LAUNCH_SECONDS,
-    count_launches,
-)
+from dschat_lora.addons.planning.launches import EFFICIENCY, LAUNCH_SECONDS, count_launches
 from dschat_lora.addons.planning.published import as_planned
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.config.groups import is_on

@@ -67,7 +67,6 @@ def plan(
     Raises:
         ValueError: as the stage would refuse its options, or for an unknown architecture.
     """
-    _check_stage_name(stage)
     if num_gpus is not None and num_gpus < 1:
         raise ValueError(f"num_gpus must be >= 1, got {num_gpus}")
     card = None if device is None else find_card(device)
@@ -148,7 +147,6 @@ def tune(
         ValueError: for a value that cannot be used, or if no trial came to its end.
         SystemExit: after Ctrl-C, once the runs are saved; ``resume=True`` goes on.
     """
-    _check_stage_name(stage)
     search = {
         "rates": rates,
         "ranks": ranks,
@@ -166,25 +164,19 @@ def tune(
     with ExitStack() as stack:
         typed = _stage_options(stage, model, data, options, stack)
     for name, value in typed.items():
-        if any(isinstance(each, str) and is_held(each) for each in _each(value)):
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, str) and is_held(each) for each in values):
             raise TypeError(f"{name} must be a path or a name, which the runs can read themselves")
     require_packages("dschat_lora.tune", "optuna", extra="planning")
     return Tuned(**late("addons.planning.tune:run_tune")(config, stage, typed, None))
-
-
-def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _check_stage_name(stage: str) -> None:
-    if stage not in STAGES:
-        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
 
 
 def _stage_options(
     stage: str, model: Model | None, data: Data | None, options: Mapping[str, Any], stack: ExitStack
 ) -> dict[str, Any]:
     """A stage's options as typed, none of which is out of its range."""
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
     role = "actor_" if stage in ("rlhf", "distill") else ""
     named = {f"{role}model_name_or_path": model, "data_path": data}
     given = {name: value for name, value in named.items() if value is not None}

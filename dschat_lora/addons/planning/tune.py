@@ -38,11 +38,7 @@ from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, fail, flatten, value_text
 from dschat_lora.config.staging import alone, check_place, open_in_place, write_whole
-from dschat_lora.engine.children import (
-    end_with_parent,
-    variables_of_no_launch,
-    visible_gpu,
-)
+from dschat_lora.engine.children import end_with_parent, variables_of_no_launch, visible_gpu
 from dschat_lora.lora.rates import octaves_above, ruled_rates
 from dschat_lora.models.loading import load_config
 from dschat_lora.models.source import find_model
@@ -99,10 +95,7 @@ class Search:
 
 
 def run_tune(
-    config: TuneConfig,
-    stage: str,
-    options: Mapping[str, Any],
-    launcher: LauncherConfig | None,
+    config: TuneConfig, stage: str, options: Mapping[str, Any], launcher: LauncherConfig | None
 ) -> dict[str, Any]:
     """Search from the start or, with ``--resume``, on; show the trials and the best command.
 

@@ -339,9 +339,7 @@ def _push(answers: Sequence[RunningAnswer], logits: torch.Tensor) -> list[bool]:
     failed = dict[int, object]()
     allowed = _allowed(answers, logits, failed)
     tokens = sample_each(
-        allowed,
-        [answer.sampling for answer in answers],
-        [answer.uniform() for answer in answers],
+        allowed, [answer.sampling for answer in answers], [answer.uniform() for answer in answers]
     )
     logprobs = _logprobs(answers, logits, tokens)
     ended = []

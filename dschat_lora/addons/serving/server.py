@@ -25,19 +25,10 @@ from dschat_lora.addons.serving.endpoint.answers import (
     RequestAnswers,
     UnsupportedError,
 )
-from dschat_lora.addons.serving.endpoint.guard import (
-    MAX_BODY_BYTES,
-    ApiError,
-    invalid,
-    read_json,
-)
+from dschat_lora.addons.serving.endpoint.guard import MAX_BODY_BYTES, ApiError, invalid, read_json
 from dschat_lora.addons.serving.endpoint.http_server import HttpServer
 from dschat_lora.addons.serving.endpoint.http_server import make_app as guarded_app
-from dschat_lora.addons.serving.endpoint.requests import (
-    Fields,
-    checked_messages,
-    parsed_request,
-)
+from dschat_lora.addons.serving.endpoint.requests import Fields, checked_messages, parsed_request
 from dschat_lora.addons.serving.endpoint.sockets import address_of, run_until_signal
 from dschat_lora.addons.serving.models import AnswerScorer, ServedModel, open_adapter, open_models
 from dschat_lora.addons.serving.votes import VoteFile
@@ -50,11 +41,7 @@ PATIENCE = 5.0
 HEALTH = "/healthz"
 CHAT = "/v1/chat/completions"
 MAX_MEDIA_BYTES = 2**25  # of the body of a chat with inputs beside text
-PAGE = {
-    "/": "index.html",
-    "/page.css": "page.css",
-    "/page.js": "page.js",
-}
+PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "

@@ -90,13 +90,9 @@ class Routes:
 
     async def capabilities(self, request: Request) -> Response:
         """The bases."""
+        can = {"trainable": True, "sampleable": True}
         models = [
-            {
-                "model_name": name,
-                "max_context_length": base.limit,
-                "trainable": True,
-                "sampleable": True,
-            }
+            {"model_name": name, "max_context_length": base.limit, **can}
             for name, base in self.service.bases.items()
         ]
         return JSONResponse({"supported_models": models})
@@ -137,33 +133,18 @@ class Routes:
     async def _new_run(self, body: dict[str, Any]) -> Response:
         fields = JsonFields(body)
         session, number = fields.take("session_id", str), fields.take("model_seq_id", int)
-        rest = {
-            key: value
-            for key, value in body.items()
-            if key not in ("session_id", "model_seq_id", "type", "weights_access_token")
-        }
+        taken = ("session_id", "model_seq_id", "type", "weights_access_token")
+        rest = {key: value for key, value in body.items() if key not in taken}
         request_id = await asyncio.to_thread(self.service.create_run, session, number, rest)
         return JSONResponse({"request_id": request_id, "model_id": request_id.rpartition(":")[0]})
 
     async def info(self, request: Request) -> Response:
         """What a model is."""
         run = self.service.run(JsonFields(await _body(request)).take("model_id", str))
-        name = run.base.name
-        data = {
-            "arch": type(run.base.model).__name__,
-            "model_name": name,
-            "tokenizer_id": run.base.source.tokenizer,
-        }
-        return JSONResponse(
-            {
-                "type": "get_info",
-                "model_data": data,
-                "model_id": run.run,
-                "is_lora": True,
-                "lora_rank": run.how.rank,
-                "model_name": name,
-            }
-        )
+        name, tokenizer = {"model_name": run.base.name}, run.base.source.tokenizer
+        data = {"arch": type(run.base.model).__name__, **name, "tokenizer_id": tokenizer}
+        facts = {"model_id": run.run, "is_lora": True, "lora_rank": run.how.rank, **name}
+        return JSONResponse({"type": "get_info", "model_data": data, **facts})
 
     async def forward_backward(self, request: Request) -> Response:
         """A loss of examples, and its gradient."""
@@ -191,10 +172,8 @@ class Routes:
     async def create_sampler(self, request: Request) -> Response:
         """A sampler of a base or of saved weights."""
         fields = JsonFields(await _body(request))
-        session, number = (
-            fields.take("session_id", str),
-            fields.take("sampling_session_seq_id", int),
-        )
+        session = fields.take("session_id", str)
+        number = fields.take("sampling_session_seq_id", int)
         base, path = fields.take("base_model", str, None), fields.take("model_path", str, None)
         create = partial(self.service.create_sampler, session, number, base=base, path=path)
         sampler = await asyncio.to_thread(create)
@@ -331,19 +310,15 @@ class Routes:
     def show_session(self, request: Request) -> Response:
         """Runs and samplers of a session."""
         session = request.path_params["session"]
-        facts = self.service.session(session)
+        facts, own = self.service.session(session), f"{session}:"
         return JSONResponse(
             {
-                "training_run_ids": _of(session, [*self.service.runs]),
-                "sampler_ids": _of(session, [*self.service.samplers]),
+                "training_run_ids": [n for n in [*self.service.runs] if n.startswith(own)],
+                "sampler_ids": [n for n in [*self.service.samplers] if n.startswith(own)],
                 "user_metadata": facts.get("user_metadata") or None,
                 "display_name": facts.get("display_name"),
             }
         )
-
-
-def _of(session: str, names: list[str]) -> list[str]:
-    return [name for name in names if name.startswith(f"{session}:")]
 
 
 def _run_facts(run: TrainingRun) -> dict[str, Any]:
@@ -363,20 +338,19 @@ def _run_facts(run: TrainingRun) -> dict[str, Any]:
 
 
 def _checkpoints(run: TrainingRun) -> list[dict[str, Any]]:
-    return [_checkpoint(run, weights, facts) for weights, facts in run.store.all_weights()]
-
-
-def _checkpoint(run: TrainingRun, weights: Weights, facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "checkpoint_id": f"{weights.kind}/{weights.name}",
-        "checkpoint_type": KINDS[weights.kind],
-        "time": facts["time"],
-        "tinker_path": weights.path,
-        "size_bytes": size_of(run.store.place(weights)),
-        "public": facts.get("public", False),
-        "user_metadata": facts.get("user_metadata"),
-        "expires_at": facts.get("expires_at"),
-    }
+    return [
+        {
+            "checkpoint_id": f"{weights.kind}/{weights.name}",
+            "checkpoint_type": KINDS[weights.kind],
+            "time": facts["time"],
+            "tinker_path": weights.path,
+            "size_bytes": size_of(run.store.place(weights)),
+            "public": facts.get("public", False),
+            "user_metadata": facts.get("user_metadata"),
+            "expires_at": facts.get("expires_at"),
+        }
+        for weights, facts in run.store.all_weights()
+    ]
 
 
 def _page(request: Request, items: list[Any], limit: int) -> tuple[list[Any], dict[str, int]]:
@@ -459,14 +433,10 @@ def make_app(service: TinkerService, *, host: str, token: str | None) -> Starlet
         ("/load_weights", routes.load, post),
         ("/get_info", routes.info, post),
         ("/forward_backward", routes.forward_backward, post),
+        ("/optim_step", routes.of_run("optim_step"), post),
         *(
-            (f"/{kind}", routes.of_run(kind), post)
-            for kind in (
-                "optim_step",
-                "save_weights",
-                "save_weights_for_sampler",
-                "save_weights_external",
-            )
+            (f"/save_weights{kind}", routes.of_run(f"save_weights{kind}"), post)
+            for kind in ("", "_for_sampler", "_external")
         ),
         ("/create_sampling_session", routes.create_sampler, post),
         ("/join_sampling_session", routes.join_sampler, post),

@@ -10,15 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.step1 import write_jsonl
-from helpers.trained import (
-    NEW_TOKENS,
-    PAIRS,
-    PROMPTS,
-    Verbs,
-    greedy,
-    stock_policy,
-    write_trained,
-)
+from helpers.trained import NEW_TOKENS, PAIRS, PROMPTS, Verbs, greedy, stock_policy, write_trained
 
 
 @pytest.fixture(scope="module")

@@ -62,12 +62,7 @@ def test_two_processes_resume_two_passes_with_dropout_to_the_bit(launcher, tmp_p
     ]
     resumed = [*model, "--resume_from_checkpoint", "one/checkpoint-2"]
     for name, given in (("one", argv), ("two", resumed)):
-        running = launcher.start(
-            [*given, "--output_dir", name],
-            tmp_path,
-            ranks=2,
-            script=GLUE,
-        )
+        running = launcher.start([*given, "--output_dir", name], tmp_path, ranks=2, script=GLUE)
         assert not any(running.wait(60)), running.output()
     for name in ("adapter", "last/adapter"):
         one, two = (tmp_path / run / name / "adapter_model.safetensors" for run in ("one", "two"))

@@ -384,12 +384,8 @@ def test_chat_shows_pictures_with_what_is_asked_next(base, runs, stock, tmp_path
     saved = tmp_path / "said.jsonl"
     lines = iter(
         [
-            "/image",
-            f"/image {tmp_path}/none.png",
-            f"/image {tmp_path}/a.png",
-            "What is it?",
-            f"/save {saved}",
-            "/quit",
+            *("/image", f"/image {tmp_path}/none.png", f"/image {tmp_path}/a.png", "What is it?"),
+            *(f"/save {saved}", "/quit"),
         ]
     )
     config = ChatConfig(models=(str(runs[0]),), temperature=0.0, max_new_tokens=COUNT)

@@ -130,6 +130,12 @@ def test_a_pil_image_is_a_picture_itself(parse):
 
 # --------------------------------------------------------------------------------- forms of a row
 
+
+def chat(*messages, **columns):
+    return {"messages": [*messages], **columns}
+
+
+SYSTEM, BOTH = {"role": "system", "content": "s"}, ["red.png", "sub/blue.png"]
 ONE = [u([HERE, text("What?")]), a("A cat.")]
 TWO = [u([HERE, text("a\n"), HERE, text(" b")]), a("yes"), u("And?"), a("no")]
 SHARES = [
@@ -142,30 +148,27 @@ FORMS = {
     "transformers: bare parts": ({"messages": ONE, "images": ["red.png"]}, ONE, "r"),
     "column of one": ({"messages": ONE, "image": "red.png"}, ONE, "r"),
     "parts with text keys of Parquet": (
-        {
-            "messages": [
-                u([{"text": "Q\n", "type": "text", "index": None}, {**HERE, "index": 0}]),
-                a([{"text": "A", "type": "text", "index": None}]),
-            ],
-            "images": ["red.png"],
-        },
+        chat(
+            u([{"text": "Q\n", "type": "text", "index": None}, {**HERE, "index": 0}]),
+            a([{"text": "A", "type": "text", "index": None}]),
+            images=["red.png"],
+        ),
         [u([text("Q\n"), HERE]), a([{"text": "A", "type": "text", "index": None}])],
         "r",
     ),
     "two bare parts in two messages": (
-        {
-            "messages": [u([text("1"), HERE]), a("2"), u([HERE, text("3")]), a("4")],
-            "images": ["sub/blue.png", "red.png"],
-        },
+        chat(
+            u([text("1"), HERE]),
+            a("2"),
+            u([HERE, text("3")]),
+            a("4"),
+            images=["sub/blue.png", "red.png"],
+        ),
         [u([text("1"), HERE]), a("2"), u([HERE, text("3")]), a("4")],
         "br",
     ),
     **{
-        f"transformers: {key}": (
-            {"messages": [u([{**HERE, key: value}, text("What?")]), ONE[1]]},
-            ONE,
-            kind,
-        )
+        f"transformers: {key}": (chat(u([{**HERE, key: value}, text("What?")]), ONE[1]), ONE, kind)
         for key, value, kind in [
             ("image", "red.png", "r"),
             ("path", "red.png", "r"),
@@ -179,63 +182,38 @@ FORMS = {
         ]
     },
     "a part as datasets have pictures": (
-        {
-            "messages": [
-                u([{**HERE, "bytes": RED, "path": "gone.png"}, text("What?")]),
-                ONE[1],
-            ]
-        },
+        chat(u([{**HERE, "bytes": RED, "path": "gone.png"}, text("What?")]), ONE[1]),
         ONE,
         "R",
     ),
     "OpenAI: image_url": (
-        {
-            "messages": [
-                u([{"type": "image_url", "image_url": {"url": URI}}, text("What?")]),
-                ONE[1],
-            ]
-        },
+        chat(u([{"type": "image_url", "image_url": {"url": URI}}, text("What?")]), ONE[1]),
         ONE,
         "R",
     ),
     "OpenAI: responses": (
-        {
-            "messages": [
-                u(
-                    [
-                        {"type": "input_image", "image_url": URI, "detail": "auto"},
-                        {"type": "input_text", "text": "What?"},
-                    ]
-                ),
-                ONE[1],
-            ]
-        },
+        chat(
+            u(
+                [
+                    {"type": "input_image", "image_url": URI, "detail": "auto"},
+                    {"type": "input_text", "text": "What?"},
+                ]
+            ),
+            ONE[1],
+        ),
         ONE,
         "R",
     ),
     "LLaMA-Factory: OpenAI with values": (
-        {
-            "messages": [
-                u([{"type": "image_url", "value": "red.png"}, {"type": "text", "value": "What?"}]),
-                a([{"type": "text", "value": "A cat."}]),
-            ]
-        },
+        chat(
+            u([{"type": "image_url", "value": "red.png"}, {"type": "text", "value": "What?"}]),
+            a([{"type": "text", "value": "A cat."}]),
+        ),
         [ONE[0], a([text("A cat.")])],
         "r",
     ),
-    "LLaMA-Factory: messages": (
-        {
-            "messages": [u("<image>a\n<image> b"), *TWO[1:]],
-            "images": ["red.png", "sub/blue.png"],
-        },
-        TWO,
-        "rb",
-    ),
-    "LLaMA-Factory: ShareGPT": (
-        {"conversations": SHARES, "images": ["red.png", "sub/blue.png"]},
-        TWO,
-        "rb",
-    ),
+    "LLaMA-Factory: messages": (chat(u("<image>a\n<image> b"), *TWO[1:], images=BOTH), TWO, "rb"),
+    "LLaMA-Factory: ShareGPT": ({"conversations": SHARES, "images": BOTH}, TWO, "rb"),
     "LLaVA": (
         {
             "id": "1",
@@ -265,31 +243,22 @@ FORMS = {
         "r",
     ),
     "ms-swift: objects": (
-        {
-            "messages": [u("<image>What?"), a("A cat.")],
-            "images": [{"bytes": RED, "path": None}],
-        },
+        chat(u("<image>What?"), a("A cat."), images=[{"bytes": RED, "path": None}]),
         ONE,
         "R",
     ),
-    "ms-swift: a path alone": (
-        {"messages": [u("<image>What?"), a("A cat.")], "images": "red.png"},
-        ONE,
-        "r",
-    ),
+    "ms-swift: a path alone": (chat(u("<image>What?"), a("A cat."), images="red.png"), ONE, "r"),
     "ms-swift: a system message and calls": (
-        {
-            "messages": [
-                {"role": "system", "content": "s"},
-                u("<image>What?"),
-                a(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
-                {"role": "tool", "content": "r"},
-                a("A cat."),
-            ],
-            "images": ["red.png"],
-        },
+        chat(
+            SYSTEM,
+            u("<image>What?"),
+            a(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
+            {"role": "tool", "content": "r"},
+            a("A cat."),
+            images=["red.png"],
+        ),
         [
-            {"role": "system", "content": "s"},
+            SYSTEM,
             ONE[0],
             a(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
             {"role": "tool", "content": "r"},
@@ -297,59 +266,37 @@ FORMS = {
         ],
         "r",
     ),
-    "TRL: plain text": (
-        {"messages": [u("What?"), a("A cat.")], "images": ["red.png"]},
-        ONE,
-        "r",
-    ),
+    "TRL: plain text": (chat(u("What?"), a("A cat."), images=["red.png"]), ONE, "r"),
     "TRL: two of plain text behind a system message": (
-        {
-            "messages": [{"role": "system", "content": "s"}, u("1"), a("2"), u("3"), a("4")],
-            "images": ["red.png", "sub/blue.png"],
-        },
-        [
-            {"role": "system", "content": "s"},
-            u([HERE, HERE, text("1")]),
-            a("2"),
-            u("3"),
-            a("4"),
-        ],
+        chat(SYSTEM, u("1"), a("2"), u("3"), a("4"), images=BOTH),
+        [SYSTEM, u([HERE, HERE, text("1")]), a("2"), u("3"), a("4")],
         "rb",
     ),
     "TRL: the first user message that is text": (
-        {"messages": [u([text("1")]), a("2"), u("3"), a("4")], "images": ["red.png"]},
+        chat(u([text("1")]), a("2"), u("3"), a("4"), images=["red.png"]),
         [u([text("1")]), a("2"), u([HERE, text("3")]), a("4")],
         "r",
     ),
     "TRL: parts of their own, and others of the column": (
-        {
-            "messages": [u([HERE, {**HERE, "image": URI}, HERE, text("?")]), a("b")],
-            "images": ["red.png", "sub/blue.png"],
-        },
+        chat(u([HERE, {**HERE, "image": URI}, HERE, text("?")]), a("b"), images=BOTH),
         [u([HERE, HERE, HERE, text("?")]), a("b")],
         "rRb",
     ),
-    "a question": (
-        {"image": "red.png", "question": "What?", "answer": "A cat."},
-        ONE,
-        "r",
-    ),
+    "a question": ({"image": "red.png", "question": "What?", "answer": "A cat."}, ONE, "r"),
     "beside columns that are not read": (
         {"messages": ONE, "prompt": "<image><image>", "completion": "<image>", "image": "red.png"},
         ONE,
         "r",
     ),
     "pictures of other roles": (
-        {
-            "messages": [
-                {"role": "system", "content": [HERE, text("s")]},
-                u("1"),
-                a([text("2"), HERE]),
-                u("3"),
-                {"role": "assistant", "content": "4"},
-            ],
-            "images": ["red.png", "sub/blue.png"],
-        },
+        chat(
+            {"role": "system", "content": [HERE, text("s")]},
+            u("1"),
+            a([text("2"), HERE]),
+            u("3"),
+            {"role": "assistant", "content": "4"},
+            images=BOTH,
+        ),
         [
             {"role": "system", "content": [HERE, text("s")]},
             u("1"),
@@ -404,11 +351,7 @@ PREFERENCES = {
     "a text prompt": {"prompt": "<image>What?", "chosen": [a("b")], "rejected": [a("c")]},
     "without a prompt": {"chosen": [*PROMPT, a("b")], "rejected": [*PROMPT, a("c")]},
     "without a prompt, text": {"chosen": [u("What?"), a("b")], "rejected": [u("What?"), a("c")]},
-    "UltraFeedback": {
-        "prompt": PROMPT,
-        "chosen": [*PROMPT, a("b")],
-        "rejected": [*PROMPT, a("c")],
-    },
+    "UltraFeedback": {"prompt": PROMPT, "chosen": [*PROMPT, a("b")], "rejected": [*PROMPT, a("c")]},
     "LLaMA-Factory": {
         "conversations": [{"from": "human", "value": "<image>What?"}],
         "chosen": {"from": "gpt", "value": "b"},
@@ -514,13 +457,12 @@ def test_messages_are_those_of_trl(folder, parse):
     """Of each form that TRL reads, its own function's messages, pictures in their places."""
     from trl.data_utils import prepare_multimodal_messages
 
-    system = {"role": "system", "content": "s"}
     image = Image.open(BytesIO(RED))
     other = Image.open(BytesIO(BLUE))
     for messages, images in [
         ([u("What is this?")], [image]),
         ([u("Describe this image."), a("Red.")], [image]),
-        ([system, u("1"), a("2"), u("3"), a("4")], [image, other]),
+        ([SYSTEM, u("1"), a("2"), u("3"), a("4")], [image, other]),
         ([u([HERE, text("1"), HERE]), a("2"), u([text("3")]), a("4")], [other, image]),
         ([u([{**HERE, "image": other}, text("1"), HERE]), a([text("2")])], [image]),
     ]:
@@ -543,7 +485,7 @@ OF_TRL = {
     # DataCollatorForVisionLanguageModeling
     "sft": (
         {"images": [IMAGE_0], "messages": [u("What is this?"), a("Red.")]},
-        {"messages": [u([HERE, text("What is this?")]), a("Red.")]},
+        chat(u([HERE, text("What is this?")]), a("Red.")),
     ),
     # HuggingFaceH4/llava-instruct-mix-vsft of sft_vlm.py
     "sft_vlm": (
@@ -559,7 +501,7 @@ OF_TRL = {
                 a([text("Donna.")]),
             ],
         },
-        {"messages": [u([text("Who wrote it?\n"), HERE]), a([text("Donna.")])]},
+        chat(u([text("Who wrote it?\n"), HERE]), a([text("Donna.")])),
     ),
     # trl-lib/llava-instruct-mix
     "prompt-completion": (
@@ -636,7 +578,11 @@ def nested(depth):
 
 
 def part(**keys):
-    return {"messages": [u([{**HERE, **keys}, text("q")]), a("b")]}
+    return chat(u([{**HERE, **keys}, text("q")]), a("b"))
+
+
+def seen(content):
+    return chat(u(content), a("b"), images=["red.png"])
 
 
 BAD = [
@@ -688,52 +634,34 @@ BAD = [
     ({"prompt": "<image>", "images": ["red.png"] * 2}, COUNT.format(2, "prompt", 1, "<image>")),
     ({"text": "<image> <image>", "images": ["red.png"]}, COUNT.format(1, "text", 2, "<image>")),
     ({"prompt": "q", "completion": "<image>", "images": ["red.png"]}, "`completion` has a picture"),
-    (
-        {"messages": [u([HERE, text("q")]), a("b")]},
-        COUNT.format(0, "messages", 1, PART),
-    ),
+    (chat(u([HERE, text("q")]), a("b")), COUNT.format(0, "messages", 1, PART)),
     ({"messages": ONE, "images": ["red.png"] * 2}, COUNT.format(2, "messages", 1, PART)),
     ({"messages": TWO, "images": ["red.png"]}, COUNT.format(1, "messages", 2, PART)),
     ({**part(image=URI), "images": ["red.png"]}, COUNT.format(1, "messages", 0, PART)),
-    (
-        {"messages": [u([text("q")]), a("b")], "images": ["red.png"]},
-        COUNT.format(1, "messages", 0, PART),
-    ),
-    (
-        {"messages": [u("<image>"), a("<image>")], "images": ["red.png"]},
-        COUNT.format(1, "messages", 2, PART),
-    ),
-    (
-        {"messages": [u([HERE, text("<image>")]), a("b")], "images": ["red.png"]},
-        "`messages` has parts of type 'image' and a text with <image>",
-    ),
+    (seen([text("q")]), COUNT.format(1, "messages", 0, PART)),
+    (chat(u("<image>"), a("<image>"), images=["red.png"]), COUNT.format(1, "messages", 2, PART)),
+    (seen([HERE, text("<image>")]), "`messages` has parts of type 'image' and a text with <image>"),
     (part(image="gone.png"), "`messages` item 1: picture 'gone.png' in '{folder}': No such file"),
     (part(image="red.png", url=URI), "`messages` item 1: an image part has 'image' and 'url'"),
     (
-        {"messages": [u([HERE, {**text("q"), "image": "red.png"}]), a("b")], "image": "red.png"},
+        seen([HERE, {**text("q"), "image": "red.png"}]),
         "`messages` item 1: part 2 of 'content' is 'image'; text alone is read",
     ),
     (part(image=7), f"`messages` item 1: {FORM}, found int"),
     (part(text="red"), f"`messages` item 1: {FORM}, found an object of ['text']"),
     (
-        {"messages": [u([{"type": "image_url", "image_url": {"detail": "low"}}]), a("b")]},
+        chat(u([{"type": "image_url", "image_url": {"detail": "low"}}]), a("b")),
         f"`messages` item 1: {FORM}, found an object of ['detail']",
     ),
     (
-        {"messages": [u([HERE, {"type": "video", "video": "v.mp4"}]), a("b")], "image": "red.png"},
+        seen([HERE, {"type": "video", "video": "v.mp4"}]),
         "part 2 of 'content' is 'video'; text alone is read",
     ),
-    (
-        {"messages": [u([HERE, {"type": "file"}]), a("b")], "image": "red.png"},
-        "part 2 of 'content' must be",
-    ),
-    (
-        {"messages": [u([HERE, "q"]), a("b")], "image": "red.png"},
-        """part 2 of 'content' must be {"type": "text", "text": ...}, found str""",
-    ),
-    ({"messages": [u("q", images=["red.png"]), a("b")]}, "'images' is not empty"),
-    ({"messages": [u([{"image": "red.png"}]), a("b")]}, "is 'image'; text alone is read"),
-    ({"messages": [HERE, 7], "images": "red.png"}, COUNT.format(1, "messages", 0, PART)),
+    (seen([HERE, {"type": "file"}]), "part 2 of 'content' must be"),
+    (seen([HERE, "q"]), """part 2 of 'content' must be {"type": "text", "text": ...}, found str"""),
+    (chat(u("q", images=["red.png"]), a("b")), "'images' is not empty"),
+    (chat(u([{"image": "red.png"}]), a("b")), "is 'image'; text alone is read"),
+    (chat(HERE, 7, images="red.png"), COUNT.format(1, "messages", 0, PART)),
     ({**one("red.png"), "videos": ["v.mp4"]}, "`videos` is not empty; text alone trains"),
     ({**one("red.png"), "audio": {"array": [0.5]}}, "`audio` is not empty; text alone trains"),
     ({"prompt": "<image>", "images": []}, "a text has <image>, and `images` is empty"),

@@ -9,14 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
-from addons.images.training import (
-    EXACT,
-    PICTURES,
-    Seeing,
-    pair_row,
-    sample_row,
-    train_steps,
-)
+from addons.images.training import EXACT, PICTURES, Seeing, pair_row, sample_row, train_steps
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig, PairConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator

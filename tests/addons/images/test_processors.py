@@ -161,12 +161,7 @@ def test_a_pickled_processor_makes_the_same(saved):
 def test_the_given_tokenizer_stays_as_it_is(saved):
     """gemma4's and idefics3's classes add tokens to theirs."""
     tokenizer = AutoTokenizer.from_pretrained(
-        BUNDLED_MODEL,
-        extra_special_tokens={
-            "image_token": "a",
-            "boi_token": "b",
-            "eoi_token": "c",
-        },
+        BUNDLED_MODEL, extra_special_tokens={"image_token": "a", "boi_token": "b", "eoi_token": "c"}
     )
     path = saved("gemma4")
     size, before = len(tokenizer), tokenizer.all_special_tokens

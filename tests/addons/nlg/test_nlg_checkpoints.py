@@ -95,10 +95,7 @@ def test_factors_alone_go_on_the_named_base(home, adapted):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--lora_dim", "8", "--lora_alpha", "32"],
-            "is 8, but .* holds factors of rank 4",
-        ),
+        (["--lora_dim", "8", "--lora_alpha", "32"], "is 8, but .* holds factors of rank 4"),
         ([], "does not say its scaling; give --lora_alpha"),
         (["--lora_alpha", "32", "--enable_lora", "q"], "holds factors for 2 part"),
         (["--lora_alpha", "32", "--lora_path", "x"], "goes on a base without factors, not with"),

@@ -77,11 +77,7 @@ def test_webnlg_gives_a_row_for_each_good_text(tmp_path):
     assert rows(as_json(tmp_path, {"entries": entries}, indent=4)) == [
         {"prompt": meaning, "completion": " A b.", "category": "Airport"},
         {"prompt": meaning, "completion": " A d.", "category": "Airport"},
-        {
-            "prompt": "Aarhus : leaderName : Jacob",
-            "completion": " Food.",
-            "category": "Food",
-        },
+        {"prompt": "Aarhus : leaderName : Jacob", "completion": " Food.", "category": "Food"},
     ]
 
 
@@ -129,10 +125,7 @@ def test_dart_gives_a_row_for_each_text_with_relations_in_lower_case(tmp_path):
             [{"tripleset": [["a", "b"]], "annotations": []}],
             "'tripleset' has ['a', 'b'] where three texts belong",
         ),
-        (
-            [{"tripleset": [], "annotations": ["t"]}],
-            "an object with 'text' belongs where str is",
-        ),
+        ([{"tripleset": [], "annotations": ["t"]}], "an object with 'text' belongs where str is"),
     ],
 )
 def test_a_bad_entry_is_named_by_file_line_and_reason(tmp_path, value, reason):

@@ -3,12 +3,12 @@ import random
 from itertools import combinations, zip_longest
 
 import pytest
-from sacrebleu.metrics import TER, lib_ter
+from sacrebleu.metrics import TER
 
 from dschat_lora.addons.nlg import metrics, ter
 from dschat_lora.addons.nlg.evaluate import chosen_metrics
 from dschat_lora.addons.nlg.metrics import treebank_tokens
-from dschat_lora.addons.nlg.ter import EditDistance, least_edits, tercom_edits
+from dschat_lora.addons.nlg.ter import edit_distance
 
 METRICS = chosen_metrics("e2e")
 CAT = "the cat sat on the mat"
@@ -24,8 +24,7 @@ def tokens(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "best"),
-    [("BLEU", 100), ("ROUGE-L", 100), ("CIDEr", 10), ("TER", 0), ("chrF", 100)],
+    ("name", "best"), [("BLEU", 100), ("ROUGE-L", 100), ("CIDEr", 10), ("TER", 0), ("chrF", 100)]
 )
 def test_texts_equal_to_a_reference_score_best(name, best):
     references = [[text] for text in SENTENCES]
@@ -74,33 +73,11 @@ def test_ter_of_many_texts_is_that_of_all_at_once():
     assert score.signature == str(whole.get_signature())
 
 
-def moved_words(seed, lengths=(3, 12, 40)):
-    """Other words, or the same after some moves and substitutions, and the words."""
-    rng = random.Random(seed)
-    other = [str(rng.randrange(30)) for _ in range(rng.choice(lengths))]
-    if seed % 3 == 0:
-        return [str(rng.randrange(30)) for _ in range(rng.randrange(2 * len(other)))], other
-    own = list(other)
-    for _ in range(3):
-        start = rng.randrange(len(own))
-        group = own[start : start + 5]
-        del own[start : start + 5]
-        place = rng.randrange(len(own) + 1)
-        own[place:place] = [*group[:-1], "x"]
-    return own, other
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_edits_and_their_kinds_are_sacrebleus(seed):
-    own, other = moved_words(seed)
-    for text in (own, own[:4]):
-        assert tercom_edits(text, other) == lib_ter.translation_edit_rate(text, other)[0]
-    distance, beam = EditDistance(other), lib_ter.BeamEditDistance(other)
-    for text in (own, other, own[:4], own[:4] + other, other[1:]):
-        edits = distance(text)
-        assert edits == plain_distance(text, other)
-        if edits + abs(len(text) - len(other)) <= 48:  # the beam holds every optimal path
-            assert distance.trace(text) == beam(text)
+def test_the_least_number_of_edits_is_that_of_the_whole_table(seed):
+    rng = random.Random(seed)
+    own, other = ([str(rng.randrange(9)) for _ in range(rng.randrange(40))] for _ in range(2))
+    assert edit_distance(own, other) == plain_distance(own, other)
 
 
 def plain_distance(own, other):
@@ -112,17 +89,6 @@ def plain_distance(own, other):
             row[j] = min(above + 1, row[j - 1] + 1, above_left + (word != target))
             above_left = above
     return row[-1]
-
-
-def test_a_narrow_beam_loses_the_edits_that_sacrebleus_loses(monkeypatch):
-    for module in (lib_ter, ter):
-        monkeypatch.setattr(module, "_BEAM_WIDTH", 3)
-    lost = 0
-    for seed in range(100):
-        own, other = moved_words(seed, lengths=(8, 16))
-        lost += EditDistance(other)(own) < lib_ter.BeamEditDistance(other)(own)[0]
-        assert tercom_edits(own, other) == lib_ter.translation_edit_rate(own, other)[0]
-    assert lost > 10
 
 
 def test_ter_by_hand():
@@ -276,22 +242,6 @@ def test_pyters_rate_by_hand():
     # Case counts; an empty reference counts 1.
     assert ter.pyter(["A"], [["a"]]).value == 1
     assert ter.pyter(["a"], [[""]]).value == 1
-
-
-def test_edits_of_far_references_are_not_counted():
-    """Those that cannot be nearer: the words that differ are as many as the least so far."""
-    asked = []
-
-    def edits_of(own, other):
-        asked.append(other)
-        return len(set(own) ^ set(other))
-
-    own, near, far, same = "a b c".split(), "a b d".split(), "x y z w".split(), "c b a".split()
-    assert least_edits(own, [far, near, same], edits_of) == 0
-    assert asked == [same]
-    asked.clear()
-    assert least_edits(own, [far, near], edits_of) == 2
-    assert asked == [near]  # 4 words differ in the other, 2 edits are known
 
 
 def test_meteor_keeps_punctuation_of_triples_alone(monkeypatch):

@@ -109,50 +109,35 @@ def test_command_line_wins(recipe_of):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stage: {}", "run.yaml: unknown stage; did you mean stages?"),
-        ("stages: {}", "run.yaml: stages must name one or more of sft, reward, dpo, rlhf"),
-        ("stages: {stf: {}}", "run.yaml: stages: unknown stf; did you mean sft?"),
-        ("stages: {sft: 3}", "run.yaml: stage sft must hold 'name: value' lines, got '3'"),
+        ("stage: {}", "unknown stage; did you mean stages?"),
+        ("stages: {}", "stages must name one or more of sft, reward, dpo, rlhf"),
+        ("stages: {stf: {}}", "stages: unknown stf; did you mean sft?"),
+        ("stages: {sft: 3}", "stage sft must hold 'name: value' lines, got '3'"),
         (
             "stages: {sft: {lora_dmi: 3}}",
-            "run.yaml: stage sft: unknown option --lora_dmi; did you mean --lora_dim?",
+            "stage sft: unknown option --lora_dmi; did you mean --lora_dim?",
         ),
         (
             "stages: {sft: {lora_dim: many}}",
-            "run.yaml: stage sft: lora_dim must be a whole number, got 'many'",
+            "stage sft: lora_dim must be a whole number, got 'many'",
         ),
-        (
-            "stages: {sft: {packing: 1}}",
-            "run.yaml: stage sft: packing must be true or false, got '1'",
-        ),
-        (
-            "stages: {sft: {}, rlhf: {kl_coef: -1}}",
-            "run.yaml: stage rlhf: --kl_coef must be >= 0, got -1",
-        ),
+        ("stages: {sft: {packing: 1}}", "stage sft: packing must be true or false, got '1'"),
+        ("stages: {sft: {}, rlhf: {kl_coef: -1}}", "stage rlhf: --kl_coef must be >= 0, got -1"),
         (
             "common: {sede: 3}\nstages: {sft: {}}",
-            "run.yaml: common: unknown option --sede; did you mean --seed?",
+            "common: unknown option --sede; did you mean --seed?",
         ),
-        (
-            "common: {kl_coef: 0.1}\nstages: {sft: {}}",
-            "run.yaml: common: unknown option --kl_coef",
-        ),
+        ("common: {kl_coef: 0.1}\nstages: {sft: {}}", "common: unknown option --kl_coef"),
         (
             "launcher: {num_gpu: 1}\nstages: {sft: {}}",
-            "run.yaml: launcher: unknown option --num_gpu; did you mean --num_gpus?",
+            "launcher: unknown option --num_gpu; did you mean --num_gpus?",
         ),
-        (
-            "launcher: {num_gpus: 0}\nstages: {sft: {}}",
-            "run.yaml: launcher: --num_gpus must be >= 1, got 0",
-        ),
-        (
-            "stages: {sft: {output_dir: here}}",
-            "run.yaml: stage sft: output_dir is the pipeline's to set",
-        ),
+        ("launcher: {num_gpus: 0}\nstages: {sft: {}}", "launcher: --num_gpus must be >= 1, got 0"),
+        ("stages: {sft: {output_dir: here}}", "stage sft: output_dir is the pipeline's to set"),
     ],
 )
 def test_mistake_in_the_file_is_named(recipe_of, text, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    with pytest.raises(ValueError, match=f"^run.yaml: {re.escape(message)}"):
         recipe_of(text)
 
 
@@ -290,38 +275,37 @@ def test_a_teacher_that_is_yet_to_train_has_a_placeholder(recipe_of):
     [
         (
             "stages: {sft: {lora_dim: 8}, reward: {lora_dim: 4}}",
-            "run.yaml: stage reward: --lora_dim is 4, but the adapter out/sft/adapter has 8",
+            "reward: --lora_dim is 4, but the adapter out/sft/adapter has 8",
         ),
         (
             "stages: {reward: {}, rlhf: {actor_model_name_or_path: out/reward}}",
-            "run.yaml: stage rlhf: --actor_model_name_or_path out/reward",
+            "rlhf: --actor_model_name_or_path out/reward",
         ),
         (
             "stages: {sft: {}, reward: {max_seq_len: 4096}}",
-            "run.yaml: stage reward: --max_seq_len is 4096, but the model has ",
+            "reward: --max_seq_len is 4096, but the model has ",
         ),
         (
             "stages: {sft: {}, rlhf: {data_path: nosuch.jsonl, reward_function: 'os:getcwd'}}",
-            "run.yaml: stage rlhf: --data_path nosuch.jsonl does not exist",
+            "rlhf: --data_path nosuch.jsonl does not exist",
         ),
         (
             "stages: {sft: {}, rlhf: {}}",
-            "run.yaml: stage rlhf: --critic_model_name_or_path must name a reward model",
+            "rlhf: --critic_model_name_or_path must name a reward model",
         ),
         (
             "stages: {sft: {model_name_or_path: ./nosuch}}",
-            "run.yaml: stage sft: --model_name_or_path ./nosuch does not exist",
+            "sft: --model_name_or_path ./nosuch does not exist",
         ),
         (
             "stages: {sft: {}, reward: {offload: true}}",
-            "run.yaml: stage reward: --offload needs --zero_stage 1, 2 or 3",
+            "reward: --offload needs --zero_stage 1, 2 or 3",
         ),
     ],
 )
 def test_what_a_later_stage_would_refuse_is_said_at_once(recipe_of, text, message):
-    with pytest.raises(ValueError, match="run.yaml") as error:
+    with pytest.raises(ValueError, match=f"^run.yaml: stage {re.escape(message)}"):
         check_stages(recipe_of(text))
-    assert str(error.value).startswith(message)
 
 
 def test_processes_to_a_model_are_taken_to_be_there_where_their_number_is_not_given(recipe_of):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from dschat_lora.lora.mixed import AdapterRows, mix_adapters
 
 from dschat_lora.addons.planning.families import FAMILIES, NO_EXPERTS
+from dschat_lora.addons.serving.mixed import AdapterRows, mix_adapters
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.generation.generate import check_cache
 from dschat_lora.generation.kv_cache import TRIED

@@ -19,17 +19,9 @@ from helpers.step1 import parsed
 
 GIB = 2**30
 SETTINGS = {
-    "micro_batch_size": 16,
-    "accumulation_steps": 2,
-    "max_seq_len": 512,
-    "gradient_checkpointing": False,
-    "offload_activations": False,
-    "zero_stage": 0,
-    "world_size": 1,
-    "offload": False,
-    "trains_base": False,
-    "lora_dim": 16,
-    "dtype": "bf16",
+    **{"micro_batch_size": 16, "accumulation_steps": 2, "max_seq_len": 512},
+    **{"gradient_checkpointing": False, "offload_activations": False, "zero_stage": 0},
+    **{"world_size": 1, "offload": False, "trains_base": False, "lora_dim": 16, "dtype": "bf16"},
     "tensor_parallel_size": 1,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,10 +51,7 @@ def _opt_1b(trains_base, dtype):
 def estimate_of(case):
     model = opt_1b(trains_base=case["trains_base"], dtype=case["dtype"])
     return partial(
-        estimate_memory,
-        model,
-        compute_dtype=DTYPES[case["dtype"]],
-        world_size=case["world_size"],
+        estimate_memory, model, compute_dtype=DTYPES[case["dtype"]], world_size=case["world_size"]
     )
 
 

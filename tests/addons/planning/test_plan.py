@@ -506,10 +506,7 @@ def test_mistakes_are_named(line, parts):
     assert not [part for part in parts if part not in str(error.value)], error.value
 
 
-@pytest.mark.parametrize(
-    ("model", "stage"),
-    [(None, None)] if ALL else [("OPT-1.3B", "SFT")],
-)
+@pytest.mark.parametrize(("model", "stage"), [(None, None)] if ALL else [("OPT-1.3B", "SFT")])
 def test_tables_of_the_documentation_are_what_the_planner_says(model, stage):
     sys.path.insert(0, str(ROOT / "scripts"))
     try:

@@ -27,9 +27,7 @@ def stated(path):
 
 
 @pytest.mark.parametrize(
-    "path",
-    [path for path in RECIPES if ALL or path.stem == "bundled"],
-    ids=lambda path: path.stem,
+    "path", [path for path in RECIPES if ALL or path.stem == "bundled"], ids=lambda path: path.stem
 )
 def test_recipe_states_the_memory_that_is_planned(path):
     # The bundled one is stated as it runs on a CPU.

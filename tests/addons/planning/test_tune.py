@@ -99,10 +99,7 @@ def test_step_3_is_searched_by_the_actor_and_its_reward():
     options = {"actor_lora_dim": 4, "algorithm": "grpo", "reward_function": ["builtin:length=9"]}
     options |= {"num_generations": 2}
     found = tune.make_search(TuneConfig(batches=(16,)), "rlhf", options, None)
-    assert [*found.candidates[0]] == [
-        "actor_lora_learning_rate",
-        "per_device_training_batch_size",
-    ]
+    assert [*found.candidates[0]] == ["actor_lora_learning_rate", "per_device_training_batch_size"]
     assert (found.metric, found.rises) == ("reward", True)
     rule = 5e-4 * (2000 / 128) ** 0.5 * 0.14
     assert found.candidates[0]["actor_lora_learning_rate"] == pytest.approx(rule, rel=5e-3)

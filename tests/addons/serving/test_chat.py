@@ -63,16 +63,8 @@ def test_several_models_answer_under_their_names_with_a_score(say, runs):
 def test_commands_change_the_conversation(say, runs, tmp_path):
     file = tmp_path / "said.jsonl"
     lines = [
-        QUESTIONS[1],
-        "/reset",
-        "/set system Be short.",
-        QUESTIONS[0],
-        "/regenerate",
-        f"/save {file}",
-        f"/save {file}",
-        "/set max_new_tokens 2",
-        "/regenerate",
-        "/quit",
+        *(QUESTIONS[1], "/reset", "/set system Be short.", QUESTIONS[0], "/regenerate"),
+        *(f"/save {file}", f"/save {file}", "/set max_new_tokens 2", "/regenerate", "/quit"),
         QUESTIONS[2],
     ]
     out, err = say(lines, runs["a"])
@@ -94,16 +86,8 @@ def test_commands_change_the_conversation(say, runs, tmp_path):
 
 def test_mistakes_are_one_line_and_the_chat_goes_on(say, runs):
     lines = [
-        "/regenerate",
-        "/save",
-        "/save x",
-        "/set",
-        "/set temperature warm",
-        "/set top_p 2",
-        "/set max_new_tokens 0",
-        "/nothing",
-        "a " * 600,
-        "Hi",
+        *("/regenerate", "/save", "/save x", "/set", "/set temperature warm", "/set top_p 2"),
+        *("/set max_new_tokens 0", "/nothing", "a " * 600, "Hi"),
     ]
     out, err = say(lines, runs["a"])
     _, *errors = err.splitlines()

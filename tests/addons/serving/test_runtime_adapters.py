@@ -87,13 +87,9 @@ def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs, monkeypatch
         **{
             kind: (load(address, "z", path), 400, "is no adapter that can be read here")
             for kind, path in {
-                "nowhere": runs[0] / "nowhere",
-                "a long name": "x" * 5000,
-                "a long path": "/a" * 3000,
-                "no name": "a\x00b",
-                "somebody's": runs[0].parent,
-                "a file": runs[0] / "run.json",
-                "hidden": hidden,
+                **{"nowhere": runs[0] / "nowhere", "a long name": "x" * 5000},
+                **{"a long path": "/a" * 3000, "no name": "a\x00b", "somebody's": runs[0].parent},
+                **{"a file": runs[0] / "run.json", "hidden": hidden},
             }.items()
         },
         "a whole model": (load(address, "z", BUNDLED_MODEL), 400, "is a whole model"),
@@ -127,10 +123,7 @@ def test_the_adapter_that_was_asked_longest_ago_goes_when_there_are_too_many(run
 @pytest.mark.parametrize(
     ("base", "words"),
     [
-        (
-            {"base_bits": 4},
-            "trained on a 4-bit base, .* start the server with --base",
-        ),
+        ({"base_bits": 4}, "trained on a 4-bit base, .* start the server with --base"),
         ({"base_fingerprint": 32 * "0"}, "trained on other weight files than"),
     ],
 )

@@ -217,9 +217,7 @@ def test_fifty_clients_at_once_are_all_answered(address):
                 texts = []
                 for question in QUESTIONS[:2]:
                     answer = await client.chat.completions.create(
-                        model=["base", "a", "b"][number % 3],
-                        messages=asked(question),
-                        max_tokens=4,
+                        model=["base", "a", "b"][number % 3], messages=asked(question), max_tokens=4
                     )
                     texts.append(answer.choices[0].message.content)
                 return tuple(texts)

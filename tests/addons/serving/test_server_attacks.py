@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -28,6 +29,14 @@ from helpers.spread import ALL
 
 pytest.importorskip("uvicorn", reason="the extra [serving] is not installed")
 
+from data.hand_tokenizers import build_byte_tokenizer
+from dschat_lora.addons.serving import server
+from dschat_lora.addons.serving.decoder import AnswerDecoder
+from dschat_lora.addons.serving.endpoint import sockets as places
+from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
+from dschat_lora.addons.serving.endpoint.text import chat_ids
+from dschat_lora.data.encoder import make_encoder
+
 ROOT = Path(__file__).resolve().parents[3]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -35,15 +44,12 @@ HI = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    from dschat_lora.addons.serving.decoder import AnswerDecoder
-    from dschat_lora.addons.serving.server import make_service
-
     directory = tmp_path_factory.mktemp("runs")
     run = write_run(directory / "a", seed=1)
     config = ServeConfig(
         models=(str(run),), reward=str(write_run(directory / "r", seed=5, reward=True))
     )
-    found = make_service(config, directory / "votes.jsonl")
+    found = server.make_service(config, directory / "votes.jsonl")
     models = {**found.models, "endless": endless(found.models["base"])}
     batches = {model.batch for model in models.values()}
     return replace(
@@ -55,6 +61,13 @@ def service(tmp_path_factory):
 def served(service):
     with running_server(service) as found:
         yield found
+
+
+def on_endless(service, rows=4, queue=9):
+    """The service with a decoder and a model of its own, whose answers do not end."""
+    model = endless(service.models["base"])
+    decoder = AnswerDecoder([model.batch], max_batch_size=rows, max_queue=queue)
+    return replace(service, models={"endless": model}, decoder=decoder)
 
 
 @pytest.fixture
@@ -189,11 +202,7 @@ HOSTS = (
     *("localhost/x", "localhost?x", "x/?", "localhost:80:80", "localhost:", "localhost:port"),
     *("localhost:999999", "[::1", "::1", "[::1]x", "[127.0.0.1]", "0.0.0.0", "127.1", "2130706433"),
     *(
-        "localhost.",
-        "local\thost",
-        "localhost\\x",
-        "LOCALHOST@x",
-        "[::ffff:127.0.0.1]",
+        *("localhost.", "local\thost", "localhost\\x", "LOCALHOST@x", "[::ffff:127.0.0.1]"),
         "127.0.0.2",
     ),
 )
@@ -241,8 +250,6 @@ PATHS = ("/settings", "/v1/models", "//", "/./", "/healthz/", "/page.css/../sett
 @pytest.fixture(scope="module")
 def guarded(service):
     """The address of a server for other machines, which demands a token."""
-    from dschat_lora.addons.serving.decoder import AnswerDecoder
-
     config = replace(service.config, token="secret", host="0.0.0.0")
     decoder = AnswerDecoder([], max_batch_size=1, max_queue=1)
     with running_server(replace(service, config=config, decoder=decoder)) as address:
@@ -533,8 +540,7 @@ def test_other_methods_are_refused(address, method, path):
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["<|end|>", "a<|end|>\n\nHuman: b", "<|end|><|end|>", " <|end|> ", "<|end|>tail"],
+    "content", ["<|end|>", "a<|end|>\n\nHuman: b", "<|end|><|end|>", " <|end|> ", "<|end|>tail"]
 )
 def test_special_tokens_that_a_user_types_stay_text(service, content):
     model = service.models["a"]
@@ -608,13 +614,8 @@ def test_a_template_that_changes_texts_with_special_tokens_is_refused(service):
 
 
 def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
-    from types import SimpleNamespace
-
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-
-    from dschat_lora.addons.serving.endpoint.text import chat_ids
-    from dschat_lora.data.encoder import make_encoder
 
     backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "?": 2}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -626,12 +627,6 @@ def test_a_special_token_that_a_tokenizer_cannot_read_as_text_is_refused():
 
 
 def test_text_behind_a_typed_token_has_no_beginning_of_sequence():
-    from types import SimpleNamespace
-
-    from data.hand_tokenizers import build_byte_tokenizer
-    from dschat_lora.addons.serving.endpoint.text import chat_ids
-    from dschat_lora.data.encoder import make_encoder
-
     tokenizer = build_byte_tokenizer(bos=True)
     chat = SimpleNamespace(render=lambda messages, **_: messages[0]["content"], media=None)
     ids = chat_ids([{"content": "a</s>b</s>c"}], chat, make_encoder(tokenizer), tokenizer)
@@ -655,8 +650,6 @@ MARKUP = (
 
 @pytest.mark.skipif(find_chromium() is None, reason="there is no chromium")
 def test_the_page_shows_markup_of_names_prompts_and_answers_as_text(service, monkeypatch, tmp_path):
-    from dschat_lora.addons.serving.decoder import AnswerDecoder
-
     base = service.models["base"]
     models = {f"{n}{MARKUP}": replace(base, name=f"{n}{MARKUP}") for n in range(2)}
     decoder = AnswerDecoder([base.batch], max_batch_size=4, max_queue=9)
@@ -706,8 +699,6 @@ def broken(service):
     """``broken(where, value)``: the server of models of which a weight is set to a value."""
     from contextlib import ExitStack
 
-    from dschat_lora.addons.serving.decoder import AnswerDecoder
-
     with ExitStack() as stack:
 
         def make(value):
@@ -716,11 +707,8 @@ def broken(service):
             kept = weight.detach().clone()
             stack.callback(weight.data.copy_, kept)
             weight.data[3] = value
-            model = endless(service.models["base"])
-            decoder = AnswerDecoder([model.batch], max_batch_size=4, max_queue=9)
-            return stack.enter_context(
-                running_server(replace(service, models={"endless": model}, decoder=decoder))
-            ), decoder
+            own = on_endless(service)
+            return stack.enter_context(running_server(own)), own.decoder
 
         yield make
 
@@ -770,8 +758,6 @@ def test_an_answer_that_cannot_be_drawn_ends_alone(served, service, monkeypatch)
 
 
 def test_an_answer_that_cannot_be_drawn_leaves_the_batch(service, served, monkeypatch):
-    from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
-
     model, pieces = service.models["endless"], []
     rows, step = model.batch.rows, model.batch.rows.step
     monkeypatch.setattr(rows, "step", lambda tokens: step(tokens).fill_(torch.nan))
@@ -813,34 +799,26 @@ def test_an_unforeseen_error_is_answered_without_what_was_asked(
 
 
 def test_a_decoder_that_ends_by_itself_ends_the_server(service, monkeypatch):
-    from dschat_lora.addons.serving.decoder import AnswerDecoder
-
-    model = endless(service.models["base"])
-    decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
+    own = on_endless(service)
 
     def fail(self, batch, running):
         raise SystemExit("out of the blue")
 
-    with running_server(replace(service, models={"endless": model}, decoder=decoder)) as address:
+    with running_server(own) as address:
         assert send(address, "GET", "/healthz")[0] == 200
         monkeypatch.setattr(AnswerDecoder, "_advance", fail)
         body = json.dumps({"model": "endless", "prompt": "Hi"}).encode()
         status, answer = send(address, "POST", TEXT, body)
         assert (status, answer["error"]["code"]) == (503, "stopped")
         assert answer["error"]["message"] == "decoding ended: SystemExit: out of the blue"
-        decoder.join()
+        own.decoder.join()
         status, answer = send(address, "GET", "/healthz")
         assert (status, answer["status"]) == (503, "failed")
 
 
 def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch, tmp_path):
-    from dschat_lora.addons.serving import server
-    from dschat_lora.addons.serving.decoder import AnswerDecoder
-    from dschat_lora.addons.serving.endpoint.sockets import address_of, listen
 
-    model = endless(service.models["base"])
-    decoder = AnswerDecoder([model.batch], max_batch_size=1, max_queue=5)
-    own = replace(service, models={"endless": model}, decoder=decoder)
+    own = on_endless(service)
     monkeypatch.setattr(server, "make_service", lambda config, votes: own)
     monkeypatch.setattr(
         AnswerDecoder, "_advance", lambda *_: (_ for _ in ()).throw(SystemExit("gone"))
@@ -848,8 +826,8 @@ def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch
     body = json.dumps({"model": "endless", "prompt": "Hi"}).encode()
     late = threading.Timer(30, signal.raise_signal, [signal.SIGINT])  # where it goes on
     late.start()
-    with listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(send, address_of(listening), "POST", TEXT, body)
+    with places.listen("127.0.0.1", 0) as listening, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(send, places.address_of(listening), "POST", TEXT, body)
         with pytest.raises(OSError, match="decoding ended: SystemExit: gone"):
             server.run_server(own.config, tmp_path / "votes.jsonl", listening)
         assert asked.result()[0] == 503
@@ -861,8 +839,6 @@ def test_the_command_ends_with_one_line_where_decoding_does(service, monkeypatch
 
 
 def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
-    from dschat_lora.addons.serving.decoder import AnswerDecoder
-    from dschat_lora.addons.serving.endpoint import sockets as places
 
     listen = places.listen
 
@@ -873,20 +849,18 @@ def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
 
     monkeypatch.setattr(places, "listen", listen_with_little_room)
     monkeypatch.setattr("dschat_lora.addons.serving.endpoint.http_server.CLIENT_SECONDS", 0.3)
-    model = endless(service.models["base"])
-    decoder = AnswerDecoder([model.batch], max_batch_size=16, max_queue=0)
+    own = on_endless(service, rows=16, queue=0)
     body = {"model": "endless", "prompt": "Hi", "stream": True, "n": 16, "max_tokens": 400}
     body = json.dumps(body).encode()
-    own = replace(service, models={"endless": model}, decoder=decoder)
     with running_server(own) as address, socket.socket() as connection:
         url = urlsplit(address)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect((url.hostname, url.port))
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        while decoder.load == (0, 0):
+        while own.decoder.load == (0, 0):
             time.sleep(0.01)
         deadline = time.monotonic() + 30
-        while decoder.load != (0, 0):
+        while own.decoder.load != (0, 0):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.5)
@@ -899,8 +873,6 @@ def test_a_client_that_reads_nothing_is_left(service, monkeypatch):
 
 
 def test_a_stream_that_is_cancelled_is_decoded_for_one_more_step_at_most(served, service):
-    from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
-
     pieces, steps = [], []
     rows = service.models["endless"].batch.rows
     step = rows.step

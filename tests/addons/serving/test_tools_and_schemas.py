@@ -243,14 +243,9 @@ def test_a_call_that_is_sent_back_is_read_alike_however_its_arguments_are_writte
 def test_a_demanded_call_follows_its_schema_whatever_the_model_would_say(client, choice):
     named = {"type": "function", "function": {"name": choice}}
     asked = {
-        "model": "base",
-        "messages": HI,
-        "tools": [ADD, NOW],
-        "tool_choice": choice if choice == "required" else named,
-        "parallel_tool_calls": False,
-        "max_tokens": 170,
-        "seed": 1,
-        "n": 6,
+        **{"model": "base", "messages": HI, "tools": [ADD, NOW]},
+        **{"tool_choice": choice if choice == "required" else named, "parallel_tool_calls": False},
+        **{"max_tokens": 170, "seed": 1, "n": 6},
     }
     answer = client.chat.completions.create(**asked)
     names = set()
@@ -292,42 +287,25 @@ def test_json_object_is_any_object_and_goes_with_tools_that_may_be_called(client
     assert [c.function.name for c in answer.choices[0].message.tool_calls] == ["add", "now"]
 
 
+def schema(content, **fields):
+    wrapped = {"type": "json_schema", "json_schema": {"schema": content}}
+    return {"response_format": wrapped, **fields}
+
+
 WIDE = {f"p{number}": {"type": "string"} for number in range(1500)}
 REFUSED = {
     "type": ({"response_format": {"type": "xml"}}, "response_format must be"),
-    "schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
-        "response_format: Invalid type: x",
-    ),
-    "keyword": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
-        "response_format: ",
-    ),
+    "schema": (schema({"type": "x"}), "response_format: Invalid type: x"),
+    "keyword": (schema({"not": {}}), "response_format: "),
     "endless": (
-        {
-            "stream": True,  # refused before it begins
-            "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
-        },
+        schema({"$ref": "#"}, stream=True),  # refused before it begins
         "response_format: no token follows the grammar",
     ),
     "wide": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"type": "object", "properties": WIDE}},
-            }
-        },
+        schema({"type": "object", "properties": WIDE}),
         "response_format: the grammar failed: Parser Error: Current row has",
     ),
-    "large": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"schema": {"enum": ["x" * 70_000]}},
-            }
-        },
-        "response_format: the schemas have",
-    ),
+    "large": (schema({"enum": ["x" * 70_000]}), "response_format: the schemas have"),
     "parameters": (
         {
             "tools": [

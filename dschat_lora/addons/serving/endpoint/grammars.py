@@ -117,7 +117,8 @@ def request_grammar(
     field = "tool_choice" if tools.required else "response_format"
     callable_tools = tools.required or tools.shown
     schemas = [_parameters(tool) for tool in callable_tools]
-    rules = _call_rules(callable_tools, parallel=tools.parallel, tags=_has_tags(chat_template))
+    tags = isinstance(chat_template, str) and "<tool_call>" in chat_template
+    rules = _call_rules(callable_tools, parallel=tools.parallel, tags=tags)
     starts = ["calls"] if callable_tools else []
     if schema is not None:
         starts.append(f"@schema_{len(schemas)}")
@@ -132,10 +133,6 @@ def request_grammar(
     lark = "\n".join([f"start: {' | '.join(starts)}", *rules])
     grammars = [{"name": "answer", "lark_grammar": lark}, *named]
     return Grammar(json.dumps({"grammars": grammars}), field)
-
-
-def _has_tags(chat_template: object) -> bool:
-    return isinstance(chat_template, str) and "<tool_call>" in chat_template
 
 
 def _parameters(tool: dict[str, Any]) -> dict[str, Any]:

@@ -26,14 +26,8 @@ _MAX_STOPS = 16
 _MAX_LOGPROBS = 20
 # Fields without effect on an answer.
 _IGNORED = {
-    "reasoning_effort",
-    "verbosity",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
+    *("reasoning_effort", "verbosity", "user", "metadata", "store", "service_tier"),
+    *("safety_identifier", "prompt_cache_key"),
 }
 # Fields that are taken with a value that asks for nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {

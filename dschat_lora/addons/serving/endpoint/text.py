@@ -193,12 +193,7 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        strip: bool,
-        shown: bool = False,
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, strip: bool, shown: bool = False
     ) -> None:
         self._shown = shown
         self._tokenizer, self._stop, self._strip = tokenizer, tuple(stop), strip
@@ -237,9 +232,7 @@ class TextStream:
     def _new_text(self) -> str:
         known, text = (
             self._tokenizer.decode(
-                ids,
-                skip_special_tokens=not self._shown,
-                clean_up_tokenization_spaces=False,
+                ids, skip_special_tokens=not self._shown, clean_up_tokenization_spaces=False
             )
             for ids in (self._ids[self._start : self._read], self._ids[self._start :])
         )

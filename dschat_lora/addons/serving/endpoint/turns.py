@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from dschat_lora.addons.serving.endpoint.text import TextStream
 from dschat_lora.data.tool_calls import parse_tool_calls
 from dschat_lora.models.loading import Tokenizer
@@ -217,15 +219,7 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     name = tokenizer.convert_ids_to_tokens(token)
     if found := _BYTE.fullmatch(name):
         return bytes([int(found[1], 16)])
-    alphabet = _byte_alphabet()
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of GPT-2's BPE
     if all(letter in alphabet for letter in name):
         return bytes(alphabet[letter] for letter in name)
     return text.encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The letters by which byte-level BPE (GPT-2) writes bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
