@@ -14,7 +14,7 @@ _PACKAGE = __name__.partition(".")[0]
 OLD_NAMES = {
     "generation.search": "generation.greedy",
     "pipeline.launch": "commands.launch",
-    "rl.algorithms": "rl.options.algorithms",
+    "rl.algorithms": "rl.options.algorithms config.prompts",
     "rl.batch": "rl.response.batch rl.response.response",
     "rl.config": "rl.options.config rl.options.names",
     "rl.coroutines": "rl.response.coroutines",
