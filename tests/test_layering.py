@@ -38,8 +38,8 @@ FLOORS = [
         "algos": Room(libraries="numpy torch", light="schedules"),
         "config": Room(
             libraries="yaml",
-            light="addon_names addons bundled data files groups held options other_names parser"
-            " staging stages values verb_names verbs when",
+            light="addon_names addons bundled classic data files groups held options other_names"
+            " parser prompts staging stages values verb_names verbs when",
         ),
     },
     {

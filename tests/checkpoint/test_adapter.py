@@ -19,6 +19,7 @@ from dschat_lora.checkpoint.adapter_config import accept_adapter, verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
+from helpers.addons import with_addon
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = LoraConfig(lora_dim=2, lora_alpha=4, lora_dropout=0.1)
@@ -453,6 +454,7 @@ def test_manifest_of_a_checkpoint_is_none_of_an_adapter(adapter):
     refused(adapter, r"manifest\.json is of kind 'checkpoint', not 'adapter'")
 
 
+@with_addon("inspect")
 def test_change_that_was_meant_is_accepted_by_the_command_of_the_message(tmp_path):
     directory = tmp_path / "an adapter"
     write(directory)

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from helpers.addons import with_addon
 from helpers.rlhf_course import save_family, write_prompts, write_texts
 from helpers.spread import ALL
 
@@ -95,6 +96,7 @@ def said(run, *options, failing, **planted):
     return report["said"], report["passes"]
 
 
+@with_addon("planning")
 def test_where_a_second_attempt_fails_too_a_line_says_what_to_lower(run):
     line, passes = said(run, failing=("backward 2", "backward 3"))
     assert passes["backward"] == 3
@@ -103,6 +105,7 @@ def test_where_a_second_attempt_fails_too_a_line_says_what_to_lower(run):
     assert "--release_inference_cache" not in line
 
 
+@with_addon("planning")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "failing", "keeps"),

@@ -30,6 +30,7 @@ from dschat_lora.engine.process_group import shutdown
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import RewardFunction, RewardSum, ScoreError, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
+from helpers.addons import has_verb
 from helpers.glue_toys import save_encoder, write_task
 from helpers.rlhf_course import save_family, write_prompts, write_turns_template
 from helpers.roles import Words
@@ -142,6 +143,8 @@ def run(home, capsys, monkeypatch):
     """``run(line)``: how the command ended, whose process group is the tests'."""
 
     def call(line, *, keep=False):
+        if not has_verb(line.split()[0]):
+            pytest.skip("the verb is of an add-on that is not there")
         if not keep:
             shutil.rmtree(home / "out", ignore_errors=True)
         sys.modules.pop("numbers_functions", None)

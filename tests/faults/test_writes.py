@@ -10,6 +10,7 @@ import pytest
 from harness import DECODE, GLUE, LONG, NLG, RLHF, TINY, operations
 
 from dschat_lora.assets import BUNDLED_DATA
+from helpers.addons import has_verb
 
 pytestmark = pytest.mark.stage
 
@@ -86,7 +87,7 @@ MORE = {
     ),
     "pipeline": Write(["pipeline", "recipe.yaml"], "/p/.pipeline.json", 3),
 }
-EVERY = {**WRITES, **MORE}
+EVERY = {name: each for name, each in (WRITES | MORE).items() if has_verb(each.words[0])}
 
 
 def some(points, count):
@@ -143,7 +144,7 @@ def room(runs, verb_run, tmp_path_factory):
 CHOSEN = ("prepared data", "merge", "audit", "accept")
 
 
-@pytest.mark.parametrize("name", EVERY if LONG else CHOSEN)
+@pytest.mark.parametrize("name", EVERY if LONG else [name for name in CHOSEN if name in EVERY])
 def test_full_disk_at_a_write_is_one_line_and_leaves_no_half(name, room, verb_run, runs):
     furnished, writes = room
     write = EVERY[name]

@@ -90,20 +90,14 @@ def test_none_is_a_response_that_does_not_count(found):
         (torch.tensor(1.0), "returned a Tensor for 3 responses"),
         ({1: 2, 3: 4, 5: 6}, "returned a dict for 3 responses"),
         ("abc", "returned a str for 3 responses"),
-        (
-            [1.0, math.inf, 0.0],
-            "returned inf for the prompt '5'; scores are finite numbers, or None",
-        ),
+        ([1, math.inf, 0], "returned inf for the prompt '5'; scores are finite numbers, or None"),
         ([1.0, -math.inf, 0.0], "returned -inf for the prompt '5'; scores are finite"),
         ([1, math.nan, 2], "returned nan for the prompt '5'; scores are finite numbers, or None"),
         (torch.tensor([1.0, math.nan, 2.0]), r"returned tensor\(nan\) for the prompt '5'"),
         ([1.0, "good", 0.0], "returned 'good' for the prompt '5'; scores are finite"),
         ([1.0, [1, 2], 0.0], r"returned \[1, 2\] for the prompt '5'; scores are finite"),
         ([1.0, 10**400, 0.0], "returned 10000000000.*; scores are finite"),
-        (
-            torch.ones(3, 2),
-            r"returned tensor\(\[1., 1.\]\) for the prompt '5 6'; scores are finite",
-        ),
+        (torch.ones(3, 2), r"returned tensor\(\[1., 1.\]\) for the prompt '5 6'; scores are"),
     ],
 )
 def test_what_is_no_score_is_refused_by_name(found, words):
@@ -230,12 +224,8 @@ def test_scores_teach_as_they_are_where_nothing_is_asked():
 
 
 def test_clip_is_of_either_sign_and_comes_before_the_penalty():
-    found, _ = taught(
-        [9.0, -9.0, 1.0, 9.0],
-        [True, True, False, False],
-        clip_reward_value=2.0,
-        missing_eos_penalty=3.0,
-    )
+    scores, ended = [9.0, -9.0, 1.0, 9.0], [True, True, False, False]
+    found, _ = taught(scores, ended, clip_reward_value=2.0, missing_eos_penalty=3.0)
     assert found.tolist() == [2.0, -2.0, -2.0, -1.0]
 
 
@@ -285,24 +275,18 @@ def test_initial_scale_waits_for_a_score():
     torch.testing.assert_close(found, torch.tensor([-1.0, 1.0]) / 2**0.5)
 
 
-def test_scores_are_scaled_then_clipped_then_lowered():
+@pytest.mark.parametrize(
+    ("scaling", "ended", "clip", "penalty", "expected"),
+    [
+        ("running", [False, True], 1.2, 0.5, [-0.5, 1.2]),
+        ("initial", [False, False], 0.5, 0.25, [-0.75, 0.25]),
+    ],
+)
+def test_scores_are_scaled_then_clipped_then_lowered(scaling, ended, clip, penalty, expected):
     # deviation 10 by hand: (0 - 10)^2 + (20 - 10)^2 = 200, over 2 - 1, is 14.14 squared
-    found, _ = taught(
-        [0.0, 20.0],
-        [False, True],
-        reward_scaling="running",
-        clip_reward_value=1.2,
-        missing_eos_penalty=0.5,
-    )
-    torch.testing.assert_close(found, torch.tensor([-0.5, 1.2]))
-    found, _ = taught(
-        [0.0, 20.0],
-        [False, False],
-        reward_scaling="initial",
-        clip_reward_value=0.5,
-        missing_eos_penalty=0.25,
-    )
-    torch.testing.assert_close(found, torch.tensor([-0.75, 0.25]))
+    options = {"clip_reward_value": clip, "missing_eos_penalty": penalty}
+    found, _ = taught([0.0, 20.0], ended, reward_scaling=scaling, **options)
+    torch.testing.assert_close(found, torch.tensor(expected))
 
 
 def test_equal_scores_are_not_scaled():

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
+from dschat_lora.config.prompts import PromptConfig
 from dschat_lora.report.log import jsonable
 from dschat_lora.rl.draw.source import PromptOrder
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
-from dschat_lora.rl.options.config import PromptConfig
 from dschat_lora.runtime.loop import check_repeats
 
 PLANS = list(

@@ -1,9 +1,9 @@
 """Parts of an iteration beside drawing, scoring and learning: coefficients that adapt, and logs."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, repeat
+from itertools import chain, compress, islice, repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,14 +22,13 @@ from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import messages_after_prompt
 
 if TYPE_CHECKING:
-    from dschat_lora.rl.learn.ema import MovingAverage
+    from dschat_lora.models.average import MovingAverage
 
 # Responses of an iteration whose advantages, KL and values are kept token by token.
 ROWS_BY_TOKEN = 4
 
 
 CALLED = ("after_step", "after_iteration", "before_checkpoint")
-_CALLED = (*CALLED, "after_log", "after_evaluation", "stopped_by")
 
 
 class Part(Protocol):
@@ -71,40 +70,39 @@ class Parts:
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
         self._failure: UserFunctionError | None = None
-        self._called = {
-            name: [getattr(part, name) for part in parts if hasattr(part, name)] for name in _CALLED
-        }
+
+    def _having(self, method: str) -> list[Any]:
+        return [part for part in self._parts if hasattr(part, method)]
 
     def after_step(self, result: StepResult) -> None:
         """Tell each of an optimizer step."""
-        for function in self._called["after_step"]:
-            function(result)
+        for part in self._having("after_step"):
+            part.after_step(result)
 
     def after_iteration(
         self, experience: Experience, targets: AdvantagesAndReturns | None
     ) -> dict[str, float]:
         """Tell each of an iteration; their metrics."""
         found: dict[str, float] = {}
-        for function in self._called["after_iteration"]:
+        for part in self._having("after_iteration"):
             try:
-                found |= function(experience, targets) or {}
+                found |= part.after_iteration(experience, targets) or {}
             except UserFunctionError as error:
                 self._failure = error
         return found
 
     def check_names(self, taken: Collection[str]) -> None:
         """Refuse metrics of an add-on's part that have a name which is ``taken``."""
-        for part in self._parts:
-            if hasattr(part, "check_names"):
-                part.check_names(taken)
+        for part in self._having("check_names"):
+            part.check_names(taken)
 
     def warnings(self, moment: str, metrics: Mapping[str, Any]) -> list[str]:
         """Those ``after_log`` or ``after_evaluation``."""
-        return [text for function in self._called[moment] for text in function(metrics)]
+        return [text for part in self._having(moment) for text in getattr(part, moment)(metrics)]
 
     def stopped_by(self) -> str:
         """The option of a part that ends the run; empty where none does."""
-        asked = [function() for function in self._called["stopped_by"]]
+        asked = [part.stopped_by() for part in self._having("stopped_by")]  # each asks all ranks
         return next(filter(None, asked), "")
 
     def check(self) -> None:
@@ -118,16 +116,16 @@ class Parts:
 
     def before_checkpoint(self, _: int) -> None:
         """Tell each that a checkpoint of a step is to be written."""
-        for function in self._called["before_checkpoint"]:
-            function()
+        for part in self._having("before_checkpoint"):
+            part.before_checkpoint()
 
     def stateful(self) -> dict[str, Any]:
         """Those with a state that is JSON, by name."""
-        return {part.name: part for part in self._parts if hasattr(part, "restore")}
+        return {part.name: part for part in self._having("restore")}
 
     def averages(self) -> dict[str, "MovingAverage"]:
         """Those that keep tensors of the actor, by name."""
-        return {part.name: part for part in self._parts if hasattr(part, "tensors")}
+        return {part.name: part for part in self._having("tensors")}
 
 
 @dataclass
@@ -248,68 +246,59 @@ def rollout_rows(
         "token_kl": None if experience.logprobs is None else experience.kl(),
         "token_value": experience.values,
     }
-    known_of_tokens = {name: column for name, column in of_tokens.items() if column is not None}
-    table, by_token = _on_host(columns, known_of_tokens, count)
     rows: list[dict[str, Any]] = []
-    for response, numbers in zip(experience.responses[:count], table, strict=True):
-        known = {n: None if math.isnan(x) else x for n, x in zip(columns, numbers, strict=True)}
-        counts = known["reward"] is not None
-        rows.append(
-            {
-                "iteration": iteration,
-                "prompt": decode(response.prompt),
-                "response": decode(response.tokens, skip_special_tokens=True),
-                "ended": response.ended,
-                "rewards": {name: known[f"rewards/{name}"] for name in names},
-                "reward": known["reward"],
-                "advantage": known.get("advantage") if counts else None,
-                "kl": known.get("kl") if counts else None,
-                "length": response.num_actor_tokens,
-                **({} if (n := response.origin.policy_version) is None else {"policy_version": n}),
-            }
-        )
-        if response.episode.earlier:
-            rows[-1]["messages"] = messages_after_prompt(response, decode)
-        if response.episode.earlier_sequences:
-            rows[-1]["earlier_sequences"] = [
+    for known, by_token in _on_host(columns, of_tokens, count):
+        response = experience.responses[len(rows)]
+        episode, counts = response.episode, known["reward"] is not None
+        row: dict[str, Any] = {
+            "iteration": iteration,
+            "prompt": decode(response.prompt),
+            "response": decode(response.tokens, skip_special_tokens=True),
+            "ended": response.ended,
+            "rewards": {name: known[f"rewards/{name}"] for name in names},
+            "reward": known["reward"],
+            "advantage": known.get("advantage") if counts else None,
+            "kl": known.get("kl") if counts else None,
+            "length": response.num_actor_tokens,
+        }
+        if (version := response.origin.policy_version) is not None:
+            row["policy_version"] = version
+        if episode.earlier:
+            row["messages"] = messages_after_prompt(response, decode)
+        if sequences := episode.earlier_sequences:
+            row["earlier_sequences"] = [
                 {"prompt": decode(each.prompt), "response": decode(each.tokens)}
-                for each in response.episode.earlier_sequences
+                for each in sequences
             ]
-        if response.episode.failure:
-            rows[-1]["failure"] = response.episode.failure
+        if episode.failure:
+            row["failure"] = episode.failure
         if logged := experience.logged_columns:
-            rows[-1]["extra"] = {name: entries[len(rows) - 1] for name, entries in logged.items()}
-    for row, response, found in zip(rows, experience.responses, by_token, strict=False):
-        tokens = [
-            token
-            for each in response.sequences
-            for token in compress(each.tokens, each.actor_mask or repeat(True))
-        ]
-        if row["reward"] is not None:
-            row["tokens"] = [decode([token]) for token in tokens]
-            row |= {name: values[: len(tokens)] for name, values in found.items()}
+            row["extra"] = {name: entries[len(rows)] for name, entries in logged.items()}
+        if counts and by_token is not None:
+            kept = (compress(s.tokens, s.actor_mask or repeat(True)) for s in response.sequences)
+            row["tokens"] = [decode([token]) for token in chain.from_iterable(kept)]
+            row |= {name: values[: len(row["tokens"])] for name, values in by_token.items()}
+        rows.append(row)
     return rows
 
 
 def _on_host(
-    columns: Mapping[str, Tensor], of_tokens: Mapping[str, Tensor], count: int
-) -> tuple[list[list[float]], list[dict[str, list[float]]]]:
-    """Rows of the first ``count`` of (N,) columns and, of fewer, (N, R) columns by name.
+    columns: Mapping[str, Tensor], of_tokens: Mapping[str, Tensor | None], count: int
+) -> Iterator[tuple[dict[str, float | None], dict[str, list[float]] | None]]:
+    """The first ``count`` rows of (N,) columns and, of fewer rows, (N, R) columns; None for NaN.
 
     The device is waited for once.
     """
+    by_token = {name: column for name, column in of_tokens.items() if column is not None}
     detailed = min(count, ROWS_BY_TOKEN)
     parts = [torch.stack([column[:count].double() for column in columns.values()], dim=1)]
-    parts += [column[:detailed].double() for column in of_tokens.values()]
+    parts += [column[:detailed].double() for column in by_token.values()]
     flat = iter(torch.cat([part.flatten() for part in parts]).tolist())
-    table, *tokens = (
-        [[next(flat) for _ in range(part.shape[1])] for _ in range(part.shape[0])] for part in parts
-    )
-    rounded = [
-        {
-            name: [float(f"{value:.4g}") for value in rows[row]]
-            for name, rows in zip(of_tokens, tokens, strict=True)
-        }
-        for row in range(detailed)
-    ]
-    return table, rounded
+    table, *tokens = ([[*islice(flat, p.shape[1])] for _ in range(p.shape[0])] for p in parts)
+    for number, row in enumerate(table):
+        known = {n: None if math.isnan(x) else x for n, x in zip(columns, row, strict=True)}
+        if number >= detailed:
+            yield known, None
+            continue
+        found = zip(by_token, tokens, strict=True)
+        yield known, {n: [float(f"{x:.4g}") for x in rows[number]] for n, rows in found}

@@ -1,4 +1,4 @@
-"""Algorithms of the update, with the options that their papers set, and pretraining text."""
+"""Algorithms of the update, with the options that their papers set."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -136,49 +136,37 @@ class Algorithm:
 
 
 _CREDIT = "dschat_lora.algos.credit"
+_paid_in_reward = partial(Algorithm, kl_in="reward", kl_estimator="k1")
+_as_grpo = partial(Algorithm, f"{_CREDIT}:grpo", kl_coef=0.0)
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "ppo": Algorithm(
-        f"{_CREDIT}:ppo",
-        needs=frozenset({"old_logprobs", "values"}),
-        options=("gamma",),
-        kl_in="reward",
-        kl_estimator="k1",
+    "ppo": _paid_in_reward(
+        f"{_CREDIT}:ppo", needs=frozenset({"old_logprobs", "values"}), options=("gamma",)
     ),
-    "rloo": Algorithm(f"{_CREDIT}:rloo", kl_in="reward", kl_estimator="k1"),
+    "rloo": _paid_in_reward(f"{_CREDIT}:rloo"),
     "grpo": Algorithm(f"{_CREDIT}:grpo"),
-    "reinforce_pp": Algorithm(
-        f"{_CREDIT}:reinforce_pp",
-        needs=frozenset({"old_logprobs"}),
-        options=("gamma",),
-        kl_in="reward",
-        kl_estimator="k1",
+    "reinforce_pp": _paid_in_reward(
+        f"{_CREDIT}:reinforce_pp", needs=frozenset({"old_logprobs"}), options=("gamma",)
     ),
     "reinforce_pp_baseline": Algorithm(f"{_CREDIT}:reinforce_pp_baseline", kl_estimator="k2"),
     # Without a divergence: sections 3.2, 2.3, 2.1 and 3.1 of the four papers.
     "dr_grpo": Algorithm(f"{_CREDIT}:dr_grpo", kl_coef=0.0, loss_normalization="constant"),
-    "dapo": Algorithm(
-        f"{_CREDIT}:grpo",
-        kl_coef=0.0,
+    "dapo": _as_grpo(
         cliprange_high=0.28,
         mask_truncated_completions=True,
         dynamic_sampling=10,
         soft_overlong_share=0.2,  # 4,096 of 20,480 tokens
     ),
-    "gspo": Algorithm(
-        f"{_CREDIT}:grpo",
-        "dschat_lora.algos.ppo:gspo_loss",
-        kl_coef=0.0,
+    "gspo": _as_grpo(
+        loss="dschat_lora.algos.ppo:gspo_loss",
         cliprange_low=3e-4,
         cliprange_high=4e-4,
         loss_normalization="sequence",
     ),
     # The paper bounds no ratio from below, and leaves its upper bound open: 5 is that of
     # arXiv:2510.13786.
-    "cispo": Algorithm(
-        f"{_CREDIT}:grpo",
-        "dschat_lora.algos.ppo:cispo_loss",
-        CLIP,
-        kl_coef=0.0,
+    "cispo": _as_grpo(
+        loss="dschat_lora.algos.ppo:cispo_loss",
+        loss_options=CLIP,
         cliprange_low=1.0,
         cliprange_high=4.0,
     ),
@@ -187,11 +175,9 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         learns_from="dschat_lora.algos.gdpo:some_reward_differs",
         by_reward=True,
     ),
-    "sapo": Algorithm(
-        f"{_CREDIT}:grpo",
-        "dschat_lora.algos.sapo:sapo_loss",
-        {f"temperature_{sign}": f"sapo_temperature_{sign}" for sign in ("pos", "neg")},
-        kl_coef=0.0,
+    "sapo": _as_grpo(
+        loss="dschat_lora.algos.sapo:sapo_loss",
+        loss_options={f"temperature_{s}": f"sapo_temperature_{s}" for s in ("pos", "neg")},
         loss_normalization="sequence",
     ),
 }
@@ -412,11 +398,8 @@ class PpoConfig:
     @cached_property
     def weighs_by_policy(self) -> bool:
         """Whether old log-probabilities of all responses are in advantages or weights."""
-        return (
-            "old_logprobs" in self.rules.needs
-            or self.kl_in == "reward"
-            or self.correction is not None
-        )
+        in_advantages = "old_logprobs" in self.rules.needs or self.kl_in == "reward"
+        return in_advantages or self.correction is not None
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -430,36 +413,5 @@ class PpoConfig:
             return RolloutCorrection(self.importance_cap)
         if self.rollout_correction in (None, "none"):
             return None
-        return RolloutCorrection(
-            cap=self.rollout_is_threshold,
-            floor=self.rollout_is_threshold_lower,
-            level=self.rollout_is,
-            masks=self.rollout_correction == "mis",
-        )
-
-
-@dataclass(frozen=True)
-class PretrainingConfig:
-    """Pretraining text mixed into the update (PTX)."""
-
-    section = "algorithm"
-
-    unsupervised_dataset_name: str | None = option(
-        None, help="text to mix in: files, a directory or a hub data set (name:configuration)"
-    )
-    unsupervised_dataset_config_name: str | None = option(
-        None, help="configuration of a hub data set, as in name:configuration"
-    )
-    unsup_coef: float = option(
-        27.8,
-        help="weight of its loss per token beside the policy's",
-        when="unsupervised_dataset_name",
-    )
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "> 0", "unsup_coef")
-        if self.unsupervised_dataset_config_name and not self.unsupervised_dataset_name:
-            raise ValueError(
-                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} is "
-                "of a data set: give its --unsupervised_dataset_name"
-            )
+        bounds = (self.rollout_is_threshold, self.rollout_is_threshold_lower)
+        return RolloutCorrection(*bounds, self.rollout_is, self.rollout_correction == "mis")

@@ -1,60 +1,23 @@
-"""Options of step 3: prompts, rollouts, rewards, and all groups together."""
+"""Options of step 3: rollouts, rewards, and all groups together."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.addons import addon_options, groups_of, load, provided
-from dschat_lora.config.data import DataConfig, SourceConfig
-from dschat_lora.config.groups import (
-    LoadConfig,
-    ScheduleConfig,
-    require,
-    require_numbers,
-)
-from dschat_lora.config.options import ELSEWHERE, accepted, classic, group, option
+from dschat_lora.config.classic import ClassicConfig
+from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
+from dschat_lora.config.options import ELSEWHERE, group, option
+from dschat_lora.config.prompts import PretrainingConfig, PromptConfig
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.config.when import no_effect
-from dschat_lora.rl.options.algorithms import (
-    PpoConfig,
-    PretrainingConfig,
-    by_algorithm,
-    where_rewards_teach,
-)
+from dschat_lora.rl.options.algorithms import PpoConfig, by_algorithm, where_rewards_teach
 from dschat_lora.rl.options.engines import EngineFacts, check_engine, engine_facts, engines_help
 from dschat_lora.rl.options.names import check_name, gives_one_reward
 from dschat_lora.rl.options.role_config import CriticConfig, ReferenceOptions, RoleConfig
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
-
-
-@dataclass(frozen=True)
-class PromptConfig(SourceConfig):
-    """Prompts and their length."""
-
-    section = "data"
-
-    max_prompt_seq_len: int = option(
-        256, help="most tokens of a prompt; longer ones follow --overlong"
-    )
-    max_answer_seq_len: int = option(256, help="most tokens of a response")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_numbers(self, ">= 1", "max_prompt_seq_len", "max_answer_seq_len")
-
-    @property
-    def max_seq_len(self) -> int:
-        """Most tokens of prompt and response together."""
-        return self.max_prompt_seq_len + self.max_answer_seq_len
-
-    @property
-    def data(self) -> DataConfig:
-        """The prompts as data to prepare."""
-        source = {name: getattr(self, name) for name in SourceConfig.__dataclass_fields__}
-        return DataConfig(**source, max_seq_len=max(2, self.max_prompt_seq_len), packing=False)
 
 
 of_sampling = partial(option, when="do_sample")
@@ -273,85 +236,6 @@ class RewardsConfig:
         if len(weights) < least or all(map(gives_one_reward, self.reward_function)):
             check_weights(weights, least)
         require(all(map(math.isfinite, weights)), "reward_weights", weights, "finite numbers")
-
-
-def _inference_size_note(value: Callable[[str], Any]) -> str:
-    """A message where ``--inference_tp_size`` is not what it is in any case."""
-    size, training = value("inference_tp_size"), value("tensor_parallel_size")
-    if size in (1, training):
-        return ""
-    where = f"the processes that hold the model, {training} by --tensor_parallel_size"
-    return no_effect(f"inference_tp_size {size}", f": rollouts run on {where}")
-
-
-@dataclass(frozen=True)
-class ClassicConfig:
-    """Further options of DeepSpeed-Chat, and of the log."""
-
-    section = "rollouts"
-
-    only_optimize_lora: bool = option(
-        True,
-        help="freeze base models that have an adapter (no-: train them too)",
-        section="LoRA",
-        when="actor_lora_dim or critic_lora_dim",
-    )
-    enable_ema: bool = option(
-        False, help="keep a moving average of the actor, written to actor_ema/", section="training"
-    )
-    ema_decay: float = option(
-        0.992,
-        help="share of the average that stays at a step",
-        section="training",
-        when="enable_ema",
-    )
-    log_rollouts: int = option(
-        128,
-        help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none",
-        section="logging",
-    )
-    print_answers: bool = option(
-        False, help="show a response at every iteration", section="logging"
-    )
-    print_answers_interval: int = option(
-        10,
-        help="iterations between shown responses; 0: never",
-        section="logging",
-        when="not print_answers",
-    )
-    enable_test_mode: bool = classic(False, help="stop after --test_stop_step optimizer steps")
-    test_stop_step: int = classic(
-        0, help="optimizer steps of --enable_test_mode", when="enable_test_mode"
-    )
-    num_padding_at_beginning: int = accepted(1, "; nothing is guessed from padding")
-    align_overflow: bool = accepted(False, "; a loss that is not finite skips both steps")
-    offload_reference_model: bool = accepted(False, "; the reference shares the actor's base")
-    offload_reward_model: bool = accepted(False, "; the reward model shares the critic's base")
-    enable_hybrid_engine: bool = accepted(False, "; rollouts have a decode loop of their own")
-    unpin_actor_parameters: bool = accepted(False, ", for its hybrid engine")
-    release_inference_cache: bool = option(
-        False,
-        help="free the cache of keys and values before each update (by default it is kept on a "
-        "GPU that has room for it)",
-        section="memory and processes",
-    )
-    inference_tp_size: int = classic(
-        1,
-        help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
-        "that hold the model (--tensor_parallel_size)",
-        when=_inference_size_note,
-    )
-    tp_gather_partition_size: int = accepted(8, ", for its hybrid engine")
-    enable_mixed_precision_lora: bool = accepted(
-        False, "; --deepspeed_config sets quantised weights"
-    )
-
-    def __post_init__(self) -> None:
-        require_numbers(self, "in [0, 1)", "ema_decay")
-        require_numbers(self, ">= 1", "inference_tp_size")
-        require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
-        if self.enable_test_mode and not self.test_stop_step:
-            raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
 
 
 @dataclass(frozen=True)

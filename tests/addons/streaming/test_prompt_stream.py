@@ -17,11 +17,12 @@ from dschat_lora.addons.streaming.loader import Stream
 from dschat_lora.addons.streaming.prompts import PromptStream
 from dschat_lora.config.addons import through_addons
 from dschat_lora.config.options import build_config
+from dschat_lora.config.prompts import PromptConfig
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.sources import StreamError
 from dschat_lora.rl.draw.source import PromptOrder, check_others
 from dschat_lora.rl.loop.schedule import RlhfSchedule
-from dschat_lora.rl.options.config import PromptConfig, RlhfConfig
+from dschat_lora.rl.options.config import RlhfConfig
 
 SEED = 3
 RUN = {"phase": 3, "seed": SEED, "eos_id": 2, "kind": "prompts"}
