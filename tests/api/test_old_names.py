@@ -40,6 +40,7 @@ FORMER = {
         "Sources RlhfInputs find_sources check_vocabularies other_tokenizer "
         "text_data shares_base announce note_without_effect"
     ),
+    "rl.learn.ema": "MovingAverage",
     "rl.learn.network": "Network",
     "rl.memory": (
         "memory_plan trained_models unpacking_for_rollouts unpacking_note "

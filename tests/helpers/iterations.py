@@ -15,7 +15,7 @@ from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.rl.learn.ema import MovingAverage
+from dschat_lora.models.average import MovingAverage
 from dschat_lora.rl.learn.engines import Engines, RewardModelScorer, make_experience
 from dschat_lora.rl.learn.experience import (
     Steps,

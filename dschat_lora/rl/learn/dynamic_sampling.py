@@ -33,25 +33,20 @@ def resample(
 ) -> Resampled:
     """Replace groups that teach the algorithm nothing by those of further prompts that do.
 
-    Section 3.2 of arXiv:2503.14476. Each round asks as many further prompts as groups are to be
-    replaced; what is left after ``tries`` of them, or when no prompt is, stays. Call on every rank.
-
-    Args:
-        responses: those to the prompts of the iteration, group after group, all of one size.
-        algorithm: what says which groups teach something.
-        further: the prompts to ask, in order.
-        tries: most rounds.
-        generate: responses to prompts, at a round counted from 1.
-        score: the scores of responses.
+    Section 3.2 of arXiv:2503.14476. Each round asks as many ``further`` prompts as groups are to be
+    replaced; what is left after ``tries`` of them, or when no prompt is, stays. ``responses`` are
+    group after group, all of one size; ``generate`` takes prompts and the round, counted from 1.
+    Call on every rank.
     """
     size = sum(each.group == 0 for each in responses)
     scores = score(responses)
 
-    def idle(found: Sequence[Response], scores: Scores) -> list[int]:
+    def idle(found: Sequence[Response], of: Scores) -> list[int]:
         groups = [each.group for each in found]
-        return idle_groups(algorithm, groups, scores.total, scores.by_name, scores.weights)
+        return idle_groups(algorithm, groups, of.total, of.by_name, of.weights)
 
-    missing, round_, replaced, generated = idle(responses, scores), 0, 0, 0
+    missing, responses = idle(responses, scores), list(responses)
+    round_ = replaced = generated = 0
     while round_ < tries and (asked := list(islice(further, len(missing)))):
         round_ += 1
         found = generate(asked, round_)
@@ -62,7 +57,6 @@ def resample(
             place = missing.pop(0)
             to = slice(place * size, (place + 1) * size)
             of = slice(group * size, (group + 1) * size)
-            responses = list(responses)
             responses[to] = [replace(each, group=place) for each in found[of]]
             scores = _put(scores, to, found_scores, of)
             replaced += 1

@@ -33,7 +33,6 @@ class Network(nn.Module):
     """The roles of one engine; each call names the role to run."""
 
     roles: Mapping[str, Policy | RewardModel]
-
     head: LossHead | None
 
     def __init__(self, *, head: LossHead | None = None, **roles: Policy | RewardModel) -> None:
@@ -58,12 +57,9 @@ class Network(nn.Module):
 class Retry:
     """Computes again what ran out of GPU memory, once: bit for bit what the first attempt would.
 
-    That takes memory to free, which decoding keeps between rollouts, and that the first attempt
-    has left nothing behind. Forward passes leave nothing, as no role has dropout. Backward passes
-    leave gradients, which can be dropped at ZeRO 0 alone. What other processes took part in is not
-    repeated: they would not do so again.
-
-        found = retry(compute)
+    That takes memory to free, which decoding keeps between rollouts. Forward passes leave nothing
+    behind, as no role has dropout; backward passes leave gradients, which can be dropped at ZeRO 0
+    alone. What other processes took part in is not repeated: they would not do so again.
 
     Args:
         engines: all that compute. drawing: of responses; None: nothing is tried again.
@@ -76,17 +72,13 @@ class Retry:
         self._in_collective = False
 
     def __call__(self, compute: Callable[[], ResultT], *, backward: bool = False) -> ResultT:
-        """What passes give, at the first attempt or, where memory runs out, the second.
-
-        They are forward passes or, with ``backward``, all of an optimizer step.
-        """
+        """What forward passes give or, with ``backward``, all passes of an optimizer step."""
         drawing, repeats = self._drawing, "repeats_backward" if backward else "repeats_forward"
         try:
             return compute()
         except torch.OutOfMemoryError:
-            if drawing is None or not drawing.keeps or self._in_collective:
-                raise
-            if not all(getattr(each, repeats) for each in self._engines):
+            can_repeat = all(getattr(each, repeats) for each in self._engines)
+            if drawing is None or not drawing.keeps or self._in_collective or not can_repeat:
                 raise
         # The error is gone, and with it the frames that held what the first attempt had made.
         drawing.release()
@@ -129,15 +121,9 @@ class Engines:
         self.train(())
 
     def train(self, roles: Collection[str]) -> None:
-        """Training mode of ``roles``, evaluation mode of the others.
-
-        No role has dropout, so this only allows activation checkpointing.
-        """
+        """Training mode of ``roles``, which allows recomputation; evaluation mode of the others."""
         for name, engine in self.trained.items():
-            if name in roles:
-                engine.train()
-            else:
-                engine.eval()
+            (engine.train if name in roles else engine.eval)()
 
     def set_rates(self, factor: float) -> dict[str, dict[str, float]]:
         """Set the learning rates of both; returns them by role and parameter group."""
@@ -152,10 +138,7 @@ class Engines:
     def policy(
         self, batch: ResponseBatch, width: int, role: str = "actor"
     ) -> tuple[Tensor, Tensor]:
-        """(n, width) log-probabilities and entropies of response tokens, in nats.
-
-        ``role`` is the actor or the reference.
-        """
+        """(n, width) log-probabilities and entropies of response tokens by a policy, in nats."""
         if role == "reference":
             batch = batch.reference or batch
         inputs = *batch.inputs, batch.logit_positions, batch.target_ids
@@ -191,12 +174,8 @@ class Engines:
     def text_loss(self, batch: Batch) -> Tensor:
         """Summed loss of the actor on text, in nats."""
         places = batch.input_ids, batch.position_ids, batch.segment_ids, batch.logit_positions
-
-        def compute() -> Tensor:
-            logprobs, _ = self.actor("actor", *places, batch.target_ids, 1.0, batch.spans)
-            return -logprobs.sum()
-
-        return self.retry(compute)
+        inputs = *places, batch.target_ids, 1.0, batch.spans
+        return self.retry(lambda: -self.actor("actor", *inputs)[0].sum())
 
 
 @dataclass(frozen=True)
@@ -286,17 +265,12 @@ def make_experience(
 def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:
     """Actor and reference (None: there is none) by role, over the vocabulary that both have.
 
-    Both are models of transformers, of one tokenizer: what a larger vocabulary has beyond it is no
-    token.
+    Both have one tokenizer: what a larger vocabulary has beyond it is no token.
     """
-    models = {"actor": actor} | ({} if reference is None else {"reference": reference})
-    vocab_size = min(model.config.vocab_size for model in models.values())
-    return {
-        role: Policy(
-            model, entropy_trains=entropy_trains and role == "actor", vocab_size=vocab_size
-        )
-        for role, model in models.items()
-    }
+    found = {"actor": actor} | ({} if reference is None else {"reference": reference})
+    size = min(model.config.vocab_size for model in found.values())
+    trains = {"actor": entropy_trains, "reference": False}
+    return {n: Policy(m, entropy_trains=trains[n], vocab_size=size) for n, m in found.items()}
 
 
 def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfConfig]) -> Engines:

@@ -13,18 +13,8 @@ from dschat_lora.algos.credit import Outcome
 from dschat_lora.algos.kl import kl_k1
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.rl.options.algorithms import (
-    Algorithm,
-    PpoConfig,
-    RolloutCorrection,
-    is_users,
-)
-from dschat_lora.rl.response.batch import (
-    Batching,
-    Minibatch,
-    ResponseBatch,
-    gather_numbered,
-)
+from dschat_lora.rl.options.algorithms import Algorithm, PpoConfig, RolloutCorrection, is_users
+from dschat_lora.rl.response.batch import Batching, Minibatch, ResponseBatch, gather_numbered
 from dschat_lora.rl.response.response import Response
 
 if TYPE_CHECKING:
@@ -60,14 +50,12 @@ class Experience:
     @property
     def ended(self) -> Tensor:
         """(N,) bool, whether the response ended by itself."""
-        ended = torch.tensor([each.ended for each in self.responses])
-        return to_device(ended, self.scores.device)
+        return to_device(torch.tensor([r.ended for r in self.responses]), self.scores.device)
 
     @property
     def groups(self) -> Tensor:
         """(N,) int64 of the prompt responded to; a response that does not count is alone."""
-        groups = torch.tensor([each.group for each in self.responses])
-        groups = to_device(groups, self.scores.device)
+        groups = to_device(torch.tensor([r.group for r in self.responses]), self.scores.device)
         alone = len(groups) + torch.arange(len(groups), device=groups.device)
         return torch.where(self.counts, groups, alone)
 
@@ -136,18 +124,16 @@ def idle_groups(
     """
     columns = [total, *(weight * rewards[name] for name, weight in weights.items())]
     scores, *named = torch.stack(columns).tolist()  # read at once
-    rows: dict[int, list[int]] = {group: [] for group in groups}
+    rows: dict[int, list[int]] = {group: [] for group in sorted(groups)}
     for row, group in enumerate(groups):
         if not math.isnan(scores[row]):
             rows[group].append(row)
-    return sorted(
-        group
-        for group, own in rows.items()
-        if not algorithm.teaches(
-            [scores[row] for row in own],
-            {name: [c[row] for row in own] for name, c in zip(weights, named, strict=True)},
-        )
-    )
+
+    def teaches(own: list[int]) -> bool:
+        by_name = {name: [c[row] for row in own] for name, c in zip(weights, named, strict=True)}
+        return algorithm.teaches([scores[row] for row in own], by_name)
+
+    return [group for group, own in rows.items() if not teaches(own)]
 
 
 @dataclass(frozen=True)
@@ -203,8 +189,7 @@ def plan_steps(
 def count_deferred(config: PpoConfig, minibatches: Sequence[Minibatch]) -> int:
     """How many batches, from the first on, have old outputs of the update's own forward passes.
 
-    Those of the first minibatch are made before the policy has changed. Where the first loss needs
-    old outputs of all responses, that takes a single batch.
+    Those of the first minibatch do, or of a single batch where its loss needs all old outputs.
     """
     first = minibatches[0].micro_batches
     if config.weighs_by_policy or config.use_rollout_logprobs:
@@ -261,9 +246,8 @@ def advantages_and_returns(
 ) -> AdvantagesAndReturns:
     """Advantages and returns of an iteration, by the estimator of the algorithm.
 
-    The experience has old log-probabilities where
-    :attr:`~dschat_lora.rl.options.algorithms.PpoConfig.weighs_by_policy` says so, and values where
-    there is a critic. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
+    Old log-probabilities are there where ``config.weighs_by_policy``, values where there is a
+    critic. ``rewards`` are (N,) shaped scores, 0 for responses that do not count.
 
     Raises:
         ValueError: if an estimator of the user's gives something else than advantages.

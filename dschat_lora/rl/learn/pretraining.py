@@ -19,10 +19,7 @@ class TextWindow:
 
 
 class Pretraining:
-    """The text of one optimizer step after another, epoch after epoch.
-
-    ``coefficient`` is the weight of its loss per token.
-    """
+    """The text of one optimizer step after another; ``coefficient`` weighs its loss per token."""
 
     name = "pretraining"
 
@@ -34,11 +31,7 @@ class Pretraining:
         self._state = loader.state()
 
     def read(self, steps: int) -> None:
-        """Have the text of so many steps.
-
-        Raises:
-            StreamError: if it cannot be read on.
-        """
+        """Have the text of so many steps; a StreamError says that it cannot be read on."""
         if self._windows is None:
             self._windows = self._loader.steps(self._step)
         while len(self._read) < steps:

@@ -34,22 +34,19 @@ class LossHead(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(N,) log-probabilities and entropies of the actor, and losses, which have a gradient.
 
-        ``own`` is the batch as the actor reads it, ``read`` as the reference does.
+        The actor reads the batch ``own``, the reference ``read``.
         """
 
 
 class Reference(Protocol):
-    """What reads responses as the reference; a class that names it has all methods."""
+    """What reads responses as the reference; methods are called on every rank."""
 
     def reading(self, responses: Sequence[Response]) -> list[Response]:
         """The responses with the prompts that it reads, where those are not the actor's."""
         return list(responses)
 
     def begin(self, responses: Sequence[Response]) -> Callable[[], list[list[float]]] | None:
-        """What waits for log-probabilities of all ranks' tokens, in nats; None: a role gives them.
-
-        Call both on every rank.
-        """
+        """What waits for log-probabilities of all tokens, in nats; None: a role gives them."""
         return None
 
     def head(
@@ -59,10 +56,7 @@ class Reference(Protocol):
         return None
 
     def answers(self, read: Callable[[DataConfig, str, str], Prepared]) -> Answers | None:
-        """Answers that are learnt from beside responses; ``read`` gives those of data.
-
-        It takes the data, their name in the log, and the refusal of data without any.
-        """
+        """Answers to learn from too; ``read`` takes data, their name and the refusal of none."""
         return None
 
     def mixed(

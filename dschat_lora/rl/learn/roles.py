@@ -50,13 +50,12 @@ class Roles:
     def models(self) -> dict[str, AdaptedModel]:
         """All roles of the run, by name."""
         names = ("actor", "reference", "critic", "reward")
-        found = {name: getattr(self, name) for name in names}
-        return {name: model for name, model in found.items() if model is not None}
+        return {n: model for n in names if (model := getattr(self, n)) is not None}
 
     @property
     def trained(self) -> dict[str, AdaptedModel]:
         """The roles that train, by name."""
-        return {name: m for name, m in self.models.items() if name in ("actor", "critic")}
+        return {n: model for n, model in self.models.items() if n in ("actor", "critic")}
 
     def take(self, media: MediaReader | None, sources: Sources) -> None:
         """Have all models take what prompts hold beside text, if they do."""
@@ -85,9 +84,9 @@ class Models:
         Roles on one base can only be sharded together.
         """
         roles, settings = self.roles, self.settings
-        reference = [] if roles.reference is None else [roles.reference.model]
-        policies = nn.ModuleList([roles.actor.model, *reference, roles.rollout])
-        scorers = nn.ModuleList([m.model for m in (roles.critic, roles.reward) if m is not None])
+        found = {name: each.model for name, each in roles.models.items()}
+        scorers = nn.ModuleList([found.pop(n) for n in ("critic", "reward") if n in found])
+        policies = nn.ModuleList([*found.values(), roles.rollout])
         shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
         if shared or "critic" not in settings:
             shard_model(roles.whole(), settings["actor"])
@@ -137,29 +136,28 @@ def build_roles(
     meta: bool,
     group: TensorGroup | None = None,
 ) -> Roles:
-    """Load each base once and build the roles on it.
+    """Load each base once and build the roles on it; one whose weights train serves one role.
 
-    A base whose weights train serves one role alone; the frozen role of that base is a copy.
     ``dtype`` is that of the base weights, and ``meta`` makes only the shapes, on the meta device.
-    Every model is divided among the ranks of ``group``; without one they are whole.
+    Models are divided among the ranks of ``group``; without one they are whole.
 
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.
     """
     build = _Builder(config, tokenizer, {"dtype": dtype, "meta": meta, "group": group})
     with option_errors_for("actor"):
-        base = build.language_base(sources.actor) if build.is_frozen("actor") else None
-        actor = build.policy(sources.actor, base)
+        base = build.base(sources.actor) if build.is_frozen("actor") else None
+        actor = build.model(sources.actor, base)
     reference, other = None, config.reference
     if other is not None and sources.reference is not None:
         with option_errors_for(other.role):
             own = build.base_of(sources.reference, bits=other.bits)
             of = base if own == build.base_of(sources.actor) else None
             options = other.model(config.load)
-            reference = frozen(build.policy(sources.reference, of, trained=False, options=options))
+            reference = frozen(build.model(sources.reference, of, trained=False, options=options))
     elif other is None or not other.is_served:
         with option_errors_for("actor"):
-            reference = frozen(build.policy(sources.actor, base, trained=False))
+            reference = frozen(build.model(sources.actor, base, trained=False))
     critic = reward = None
     with option_errors_for("critic" if sources.critic is not None else "actor"):
         start, new_head = sources.critic or sources.actor, sources.critic is None
@@ -168,11 +166,11 @@ def build_roles(
         if not build.is_frozen("critic"):
             base = None
         elif base is None or not (has_adapter and alike):
-            base = build.scored_base(start, new_head=new_head)
+            base = build.base(start, scores=True, seeded=has_adapter)  # an adapter has its head
         if sources.critic is not None:
-            reward = frozen(build.scorer(start, base, trained=False))
+            reward = frozen(build.model(start, base, scores=True, trained=False, new_head=False))
         if config.has_critic:
-            critic = build.scorer(start, base, new_head=new_head)
+            critic = build.model(start, base, scores=True, new_head=new_head)
             if new_head:
                 zero_head_(critic.model)
     rollout = share_parameters(actor.model)
@@ -195,51 +193,33 @@ class _Builder:
         held = bits or self.config.load.base_bits or source.base_bits or 16
         return source.base, source.rope_scaling, held
 
-    def language_base(self, source: ModelSource) -> PreTrainedModel:
-        options = as_trained(self.config.actor.model(self.config.load), source)
+    def base(
+        self, source: ModelSource, *, scores: bool = False, seeded: bool = False
+    ) -> PreTrainedModel:
+        """A frozen base, of actor or critic; ``seeded``: its head is a new one."""
+        own: RoleConfig = self.config.critic if scores else self.config.actor
+        options = as_trained(own.model(self.config.load), source)
+        seed: dict[str, Any] = {"seed": self.config.run.seed if seeded else None} if scores else {}
+        load = load_reward_model if scores else load_causal_lm
         fields = load_config(source.base, options)
-        return load_causal_lm(source.base, fields, options, **self.how).requires_grad_(False)
+        return load(source.base, fields, options, **seed, **self.how).requires_grad_(False)
 
-    def scored_base(self, source: ModelSource, *, new_head: bool) -> PreTrainedModel:
-        options = as_trained(self.config.critic.model(self.config.load), source)
-        fields = load_config(source.base, options)
-        # An adapter's head replaces this one.
-        seed = self.config.run.seed if new_head or source.adapter is not None else None
-        model = load_reward_model(source.base, fields, options, seed=seed, **self.how)
-        return model.requires_grad_(False)
-
-    def policy(
+    def model(
         self,
         source: ModelSource,
         base: PreTrainedModel | None,
         *,
+        scores: bool = False,
         trained: bool = True,
         options: ModelConfig | None = None,
+        **how: bool,
     ) -> AdaptedModel:
-        own = self.config.actor
-        options, lora = options or own.model(self.config.load), self._lora(own, trained)
-        seed = self.config.run.seed
-        return build_causal_lm(
-            source, self.tokenizer, options, lora, base=base, seed=seed, **self.how
-        )
-
-    def scorer(
-        self,
-        source: ModelSource,
-        base: PreTrainedModel | None,
-        *,
-        trained: bool = True,
-        new_head: bool = False,
-    ) -> AdaptedModel:
-        own = self.config.critic
-        options, lora = own.model(self.config.load), self._lora(own, trained)
-        seed, how = self.config.run.seed, {"base": base, **self.how}
-        return build_reward_model(
-            source, self.tokenizer, options, lora, new_head=new_head, seed=seed, **how
-        )
-
-    def _lora(self, own: RoleConfig, trained: bool) -> LoraConfig:
-        return own.lora(self.config.classic.only_optimize_lora) if trained else LoraConfig()
+        """The actor or, with ``scores``, the critic, or a frozen model in such a role."""
+        own: RoleConfig = self.config.critic if scores else self.config.actor
+        lora = own.lora(self.config.classic.only_optimize_lora) if trained else LoraConfig()
+        more: dict[str, Any] = {**how, **self.how, "base": base, "seed": self.config.run.seed}
+        build = build_reward_model if scores else build_causal_lm
+        return build(source, self.tokenizer, options or own.model(self.config.load), lora, **more)
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:

@@ -55,12 +55,10 @@ class Updater:
         max_length: int = 1,
         learning: Collection[str] = ("actor", "critic"),
     ) -> None:
-        """Prepare an iteration.
+        """Prepare an iteration, whose advantages are estimated once the experience is complete.
 
-        ``estimate_advantages`` takes a complete experience. ``kl_coef`` weighs the KL penalty where
-        the loss has it, ``entropy_coef`` the entropy bonus; ``rescale_values`` brings the critic's
-        values to the units of rewards. ``max_length`` is the most tokens of a response, which a
-        constant normalisation divides by. Roles that are not ``learning`` stay as they are.
+        ``kl_coef`` weighs the KL penalty where the loss has it; ``rescale_values`` brings values of
+        the critic to the units of rewards; a constant normalisation divides by ``max_length``.
         """
         self._steps, self._entropy_coef = steps, entropy_coef
         self._deferred = steps.deferred > 0 or experience.logprobs is None
@@ -71,15 +69,11 @@ class Updater:
         self._pretraining = pretraining if "actor" in learning else None
         self._rescale_values = rescale_values
         # Of tokens that the losses count.
-        self._mask = experience.mask
+        self._mask, kind = experience.mask, config.loss_normalization
         if config.mask_truncated_completions:
             self._mask = self._mask & experience.ended[:, None]
-        self._weights = token_weights(
-            self._mask,
-            config.loss_normalization,
-            max_length=max_length,
-            dtype=experience.scores.dtype,
-        )
+        dtype = experience.scores.dtype
+        self._weights = token_weights(self._mask, kind, max_length=max_length, dtype=dtype)
         self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
         self.looked = experience  # with old log-probabilities of forward passes alone
@@ -89,20 +83,23 @@ class Updater:
     def steps(
         self, rate_factor: Callable[[int], float], *, most: int | None = None
     ) -> Iterator[StepResult]:
-        """Take up to ``most`` steps, one after another; yields the result of each.
+        """Take up to ``most`` steps that have a token that counts; yields the result of each.
 
-        Steps without a token that counts are passed over. ``rate_factor`` multiplies the peak
-        learning rates at each step.
+        ``rate_factor`` multiplies the peak learning rates at each step.
         """
         ready, sizes = list(self._steps.first_batches), self._mask.sum(1).tolist()
         make = self._steps.make_batch
         for index, minibatch in enumerate(self._steps.minibatches[:most]):
-            own = [ready.pop(0) if ready else make(rows) for rows in minibatch.micro_batches]
-            batches = [batch.to(self._engines.actor.device) for batch in own]
+            made = [ready.pop(0) if ready else make(rows) for rows in minibatch.micro_batches]
+            batches = [batch.to(self._engines.actor.device) for batch in made]
             lengths = [sizes[number] for number in minibatch.numbers]
             if sum(lengths) == 0:
                 if self._deferred and self._looks and self.experience.logprobs is not None:
-                    self._look_without_step(batches)
+                    self._engines.eval()
+                    with torch.no_grad():
+                        width = self.experience.mask.shape[1]
+                        own = [self._engines.policy(each, width)[0] for each in batches]
+                        self._look(batches, own, None)
                 continue
             divisors = {
                 "actor": loss_divisor(lengths, self._config.loss_normalization),
@@ -128,10 +125,9 @@ class Updater:
         divisors: Mapping[str, int],
         texts: "TextWindow | None",
     ) -> tuple[Sums, Tensor]:
-        """Backward passes of a step; this rank's largest |ratio - 1|, and its loss of texts.
+        """Sums of all ranks and this rank's largest |ratio - 1|, by the passes of a step.
 
-        ``divisors`` are those of each role's sums. All may be made again, as long as no gradient
-        is taken twice: what ranks have told each other is not asked for again.
+        They may be made again: what ranks have told each other is not asked for again.
         """
         engines, width = self._engines, self.experience.mask.shape[1]
         zeros = torch.zeros(len(_SUMS), dtype=torch.float64, device=engines.actor.device)
@@ -173,23 +169,15 @@ class Updater:
         self, batches: Sequence[ResponseBatch], logprobs: Sequence[Tensor], values: Tensor | None
     ) -> None:
         """Keep what the first step's forward passes give; call on every rank."""
-        self._looks = False
+        self._looks, own = False, torch.cat(list(logprobs))
         numbers = [number for batch in batches for number in batch.numbers]
         if not self._steps.from_sampler:
-            found = add_old_outputs(self.experience, numbers, torch.cat(list(logprobs)), values)
-            self.experience = self.looked = found
+            self.experience = add_old_outputs(self.experience, numbers, own, values)
+            self.looked = self.experience
             return
-        blank = replace(self.experience, logprobs=None)
-        found = add_old_outputs(blank, numbers, torch.cat(list(logprobs)), None)
+        found = add_old_outputs(replace(self.experience, logprobs=None), numbers, own, None)
         assert found.logprobs is not None
         self.looked = replace(found, mask=found.mask & ~found.logprobs.isnan())
-
-    @torch.no_grad()
-    def _look_without_step(self, batches: Sequence[ResponseBatch]) -> None:
-        """Old log-probabilities of a first minibatch that is passed over; call on every rank."""
-        self._engines.eval()
-        width = self.experience.mask.shape[1]
-        self._look(batches, [self._engines.policy(each, width)[0] for each in batches], None)
 
     def _find_targets(self) -> None:
         """Advantages, returns and importance weights; where they need none, before old outputs."""
@@ -211,20 +199,16 @@ class Updater:
         """The actor's loss summed over the tokens of ``rows``, and the largest |ratio - 1|."""
         config, mask, weights = self._config, self._mask[rows], self._weights[rows]
         assert self.targets is not None
-        if self._deferred and self._looks:
-            old = logprobs
-        else:
-            assert self.experience.logprobs is not None
-            old = self.experience.logprobs[rows]
+        known = self.experience.logprobs
+        old = logprobs if known is None or (self._deferred and self._looks) else known[rows]
         # The losses are linear in the size of advantages: there stand the weights of tokens.
         advantages = self.targets.advantages[rows] * weights
         if self.importance is not None:
             advantages = advantages * self.importance[rows]
         parts: PolicyLoss = config.surrogate(logprobs, old, advantages, mask)
         entropy = torch.where(mask, entropy, 0)
-        loss = parts.total
-        if of_head is not None:
-            loss = (weights * torch.where(mask, of_head, 0)).sum()
+        own = None if of_head is None else (weights * torch.where(mask, of_head, 0)).sum()
+        loss = parts.total if own is None else own
         loss = policy = loss - self._entropy_coef * (weights * entropy).sum()
         if config.kl_in == "loss" and self._kl_coef and config.rules.learns_from_rewards:
             kl = KL_ESTIMATORS[config.kl_estimator](logprobs, self.experience.ref_logprobs[rows])

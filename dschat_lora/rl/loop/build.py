@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.addons import groups_of
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.loader import Loader, StepLoader, Tail, make_rows
+from dschat_lora.data.loader import Loader, StepLoader, make_rows
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, rank
+from dschat_lora.engine.distributed import data_rank, data_world_size, rank
 from dschat_lora.generation.stops import end_of_text, stop_ids
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.blocks import compile_blocks
@@ -18,24 +18,12 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.report.rollout_file import open_rollouts
 from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.rl.learn.engines import (
-    Engines,
-    Network,
-    policies_of,
-    resolve_architecture,
-)
-from dschat_lora.rl.loop.parts import (
-    EntropyTarget,
-    KlControl,
-    Parts,
-    RolloutLog,
-)
+from dschat_lora.rl.learn.engines import Engines, Network, policies_of, resolve_architecture
+from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RolloutLog
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
-from dschat_lora.rl.response.batch import Batching
-from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 if TYPE_CHECKING:
@@ -51,8 +39,8 @@ def build_engines(setup: RlhfSetup) -> Engines:
     head = None
     if reference is not None:
         head = setup.reference.head(roles.actor.model, reference, entropy_trains=entropy_trains)
-    found = {"critic": roles.critic, "reward": roles.reward}
-    scorers: dict[str, Any] = {n: RewardModel(m.model) for n, m in found.items() if m is not None}
+    names = [name for name in ("critic", "reward") if name in roles.models]
+    scorers: dict[str, Any] = {n: RewardModel(roles.models[n].model) for n in names}
     beside = {} if roles.critic else scorers
     actor = _engine(setup, "actor", Network(head=head, **policies, **beside))
     critic = _engine(setup, "critic", Network(**scorers)) if roles.critic is not None else None
@@ -69,44 +57,15 @@ def build_engines(setup: RlhfSetup) -> Engines:
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
     options: RoleConfig = getattr(setup.config, role)
     with option_errors_for(role):
-        groups = parameter_groups(
-            setup.models.roles.models[role].model, options.optim(setup.config.optim)
-        )
+        model = setup.models.roles.models[role].model
+        groups = parameter_groups(model, options.optim(setup.config.optim))
     return TrainEngine(network, groups, setup.models.settings[role])
-
-
-def make_batching(setup: RlhfSetup, engines: Engines) -> Batching:
-    """How responses stand in batches."""
-    batch = setup.config.batch
-    return Batching(
-        int(setup.tokenizer.pad_token_id),
-        batch.per_device_training_batch_size,
-        batch.tokens_per_device,
-        setup.config.run.seed,
-        shares_prompts=engines.shares_prompts and batch.num_generations > 1,
-    )
-
-
-def make_throughput(
-    setup: RlhfSetup, engines: Engines, pretraining: "Pretraining | None"
-) -> Throughput:
-    """What measures each iteration."""
-    return Throughput(
-        setup.costs.counter,
-        dtype=setup.models.settings["actor"].torch_dtype,
-        skips_padding=engines.actor.module.policy("actor").backbone.skips_padding(device()),
-        take_text=lambda: None if pretraining is None else pretraining.take_counts(),
-    )
 
 
 def make_parts(
     setup: RlhfSetup, progress: RlhfProgress, pretraining: "Pretraining | None"
 ) -> Parts:
-    """The parts of a run by its options.
-
-    Raises:
-        ValueError: if one of an add-on's cannot be made.
-    """
+    """The parts of a run by its options; a ValueError says that an add-on's cannot be made."""
     config, classic, run = setup.config, setup.config.classic, setup.run
     assert run.directory is not None, "a dry run keeps nothing"
     earlier = None
@@ -119,12 +78,11 @@ def make_parts(
         iteration=lambda: progress.iteration,
         media=setup.data.prompts.media,
     )
-    actor = setup.models.roles.actor.model
     average = None
     if classic.enable_ema:
-        from dschat_lora.rl.learn.ema import MovingAverage
+        from dschat_lora.models.average import MovingAverage
 
-        average = MovingAverage(actor, classic.ema_decay)
+        average = MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
     entropy = EntropyTarget(config.ppo.target_entropy, progress)
     makers = groups_of(config, "made_parts")
     own = chain.from_iterable(each.made_parts(setup, progress) for each in makers)
@@ -139,11 +97,10 @@ def make_pretraining(setup: RlhfSetup) -> "Pretraining | None":
         return None
     from dschat_lora.rl.learn.pretraining import Pretraining
 
-    seed, rows = config.run.seed, config.batch.per_device_training_batch_size
-    times = config.batch.gradient_accumulation_steps
+    seed, tail = config.run.seed, data.tail
     options: dict[str, Any] = {
-        "micro_batch_size": rows,
-        "gradient_accumulation_steps": times,
+        "micro_batch_size": config.batch.per_device_training_batch_size,
+        "gradient_accumulation_steps": config.batch.gradient_accumulation_steps,
         "rank": data_rank(),
         "world_size": data_world_size(),
         "seed": seed,
@@ -151,8 +108,7 @@ def make_pretraining(setup: RlhfSetup) -> "Pretraining | None":
     }
     unpacked = partial(make_rows, max_seq_len=config.data.max_seq_len, packing=False)
     loader: Loader
-    if data.tail is not None:
-        tail: Tail = data.tail
+    if tail is not None:
         loader = tail.text_loader(setup, data, texts, rows_of=unpacked, **options)
     else:
         loader = StepLoader(texts.train, rows=unpacked(texts.train.lengths, seed=seed), **options)
@@ -162,11 +118,7 @@ def make_pretraining(setup: RlhfSetup) -> "Pretraining | None":
 def make_generator(
     setup: RlhfSetup, engines: Engines, version: Callable[[], int] = lambda: 0
 ) -> Generator:
-    """The generator of the actor's responses, which has learnt from ``version`` iterations.
-
-    Raises:
-        ValueError: if one of ``--stop_tokens`` is not one token.
-    """
+    """The generator of the actor's responses, which has learnt from ``version`` iterations."""
     batch, actor = setup.config.batch, setup.models.roles.actor
     ends = frozenset(stop_ids(setup.tokenizer, actor.model, batch.stop_tokens))
     site = EngineSite(

@@ -22,7 +22,7 @@ from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import messages_after_prompt
 
 if TYPE_CHECKING:
-    from dschat_lora.rl.learn.ema import MovingAverage
+    from dschat_lora.models.average import MovingAverage
 
 # Responses of an iteration whose advantages, KL and values are kept token by token.
 ROWS_BY_TOKEN = 4

@@ -17,12 +17,7 @@ from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.rl.draw.engine import Pending
 from dschat_lora.rl.draw.generator import Generator, Rollouts
-from dschat_lora.rl.draw.source import (
-    Draws,
-    PromptOrder,
-    Source,
-    prompts_per_iteration,
-)
+from dschat_lora.rl.draw.source import Draws, PromptOrder, Source, prompts_per_iteration
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.response import Response
@@ -44,19 +39,13 @@ class RolloutSampler:
         self._setup, self._config, self._generator = setup, setup.config, generator
         self.progress, self.timer = progress, timer
         self._told = told_sources(setup.config.data.data, setup.data.prompts)
-        config, batch = setup.config, setup.config.batch
-
-        def iteration() -> int:
-            return progress.iteration
-
-        self.schedule = make_rlhf_schedule(setup, iteration)
+        config, batch, now = setup.config, setup.config.batch, lambda: progress.iteration
+        self.schedule = make_rlhf_schedule(setup, now)
         self.source, self._answers = self.schedule.source, None
-        if (answers := setup.data.answers) is not None:
+        if (found := setup.data.answers) is not None:
             responses = self.source.per_iteration * batch.num_generations
-            count = max(1, round(answers.share * responses))
-            self._answers = _source(
-                setup, answers.data, answers.prepared, iteration, count, kind="samples"
-            )
+            count = max(1, round(found.share * responses))
+            self._answers = _source(setup, found.data, found.prepared, now, count, kind="samples")
         sampling = Sampling(
             max_new_tokens=config.data.max_answer_seq_len,
             do_sample=batch.do_sample,
@@ -100,14 +89,13 @@ class RolloutSampler:
         if tries := config.ppo.dynamic_sampling:
             from dschat_lora.rl.learn.dynamic_sampling import resample
 
+            draw = phase("generation")(lambda asked, n: self._generate(asked, "further", n))
             found = resample(
                 responses,
                 algorithm=config.ppo.rules,
                 further=draws.further,
                 tries=tries,
-                generate=phase("generation")(
-                    lambda prompts, number: self._generate(prompts, "further", number)
-                ),
+                generate=draw,
                 score=phase("scoring")(scores_of),
             )
             responses, scores, metrics = found.responses, found.scores, found.metrics
@@ -131,7 +119,7 @@ class RolloutSampler:
         return self._made[iteration]
 
     def begin(self, draws: Draws, iteration: int) -> Pending[list[Response]]:
-        """Begin on the responses of an iteration; what is returned waits for them."""
+        """What waits for the responses of an iteration, which are begun on."""
         key = (self._config.run.seed, iteration)
         return self._generator.begin(draws.prompts, key=key, needed=draws.needed, **self._how)
 
@@ -152,10 +140,7 @@ class RolloutSampler:
     def _generate(
         self, prompts: Sequence[PromptSample], *more: int | str, needed: int | None = None
     ) -> list[Response]:
-        """Responses to the prompts; ``more`` is of the key of random numbers.
-
-        Of those that are not to the ``needed`` prompts whose responses end first, none.
-        """
+        """Responses to the prompts, to the ``needed`` that end first; ``more`` is of the seed."""
         if not prompts:
             return []
         iteration = self.progress.iteration
@@ -172,10 +157,7 @@ def _source(
     per_iteration: int,
     kind: DataKind = "prompts",
 ) -> Source:
-    """The samples of each iteration: ``prepared``, or what is read on of which it is the head.
-
-    ``iteration`` is the one that is next.
-    """
+    """The samples of each iteration: ``prepared``, or what is read on of which it is the head."""
     config = setup.config
     if data.tail is not None:
         tail: Tail = data.tail
@@ -193,10 +175,9 @@ def make_rlhf_schedule(setup: RlhfSetup, iteration: Callable[[], int] = lambda: 
     """The schedule of a run; ``iteration`` is the one that is next."""
     config, batch = setup.config, setup.config.batch
     rows = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
+    size = prompts_per_iteration(batch)
     return RlhfSchedule(
-        _source(
-            setup, config.data.data, setup.data.prompts, iteration, prompts_per_iteration(batch)
-        ),
+        _source(setup, config.data.data, setup.data.prompts, iteration, size),
         num_generations=batch.num_generations,
         rows_per_step=rows * data_world_size(),
         ppo_epochs=config.ppo.ppo_epochs,

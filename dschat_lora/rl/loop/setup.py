@@ -29,13 +29,8 @@ from dschat_lora.rl.loop.memory import (
 )
 from dschat_lora.rl.loop.validation import fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import (
-    Sources,
-    find_sources,
-    other_tokenizer,
-    text_data,
-)
-from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer, text_data
+from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.memory import MemoryPlan, advice, explaining_memory, free_memory
 from dschat_lora.runtime.run import OpenRun
@@ -153,14 +148,9 @@ def _read_data(
     asking: Iterable[AsksForColumns],
     base: str,
 ) -> RlhfData:
-    """The data of the options, of which the prompts have the columns that ``asking`` needs.
-
-    Raises:
-        ValueError: if columns are lacking, or there is nothing to learn from.
-    """
-    prompts = read_training_data(
-        config.data.data, tokenizer, run, phase=3, kind="prompts", base=base
-    )
+    """The data of the options, of which the prompts have the columns that ``asking`` needs."""
+    own = config.data.data
+    prompts = read_training_data(own, tokenizer, run, phase=3, kind="prompts", base=base)
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
     for each in asking:
         each.check_columns(columns)
@@ -172,15 +162,11 @@ def _read_data(
             raise ValueError(remedy)
         return found
 
-    text = None
+    text, name = None, config.pretraining.unsupervised_dataset_name
     if (data := text_data(config)) is not None:
         # Of text nothing is learnt about where answers end: it may be cut.
-        text = read(
-            data,
-            "pretraining text",
-            f"--unsupervised_dataset_name {config.pretraining.unsupervised_dataset_name} holds no "
-            "text to learn from",
-        )
+        remedy = f"--unsupervised_dataset_name {name} holds no text to learn from"
+        text = read(data, "pretraining text", remedy)
     return RlhfData(prompts, text, reference.answers(read))
 
 
@@ -216,26 +202,21 @@ def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfCon
 
 
 def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
-    """The actor's tokenizer, which all roles must share: they read the very same tokens.
+    """The actor's tokenizer; refuses a role that was trained with another."""
 
-    Raises:
-        ValueError: if the reward model, or the reference, was trained with another.
-    """
+    def rules(of: Tokenizer) -> dict[str, Any]:
+        # How chats are written and in which class is no matter of tokens.
+        left_out = ("chat_template", "class")
+        return {k: v for k, v in describe_tokenizer(of).items() if k not in left_out}
+
     with option_errors_for("actor"):
         tokenizer = load_tokenizer(sources.actor.tokenizer, config.actor.model(config.load))
     for role, source in sources.by_role.items():
         with option_errors_for(role):
             other = load_tokenizer(source.tokenizer, config.of_role(role).model(config.load))
-        if _rules(other) != _rules(tokenizer):
+        if rules(other) != rules(tokenizer):
             raise ValueError(other_tokenizer(config, role))
     return tokenizer
-
-
-def _rules(tokenizer: Tokenizer) -> str:
-    described = describe_tokenizer(tokenizer)
-    # How chats are written and in which class is no matter of tokens.
-    kept = {k: v for k, v in described.items() if k not in ("chat_template", "class")}
-    return json.dumps(kept, sort_keys=True)
 
 
 def _resolve_recomputation(
@@ -273,20 +254,18 @@ def _resolve_recomputation(
 def _describe(setup: RlhfSetup) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     roles, settings, run = setup.models.roles, setup.models.settings, setup.run
-    plan = setup.costs.plan
+    plan, actor = setup.costs.plan, settings["actor"]
     total = num_elements(roles.whole().parameters())  # each shared one once
     trained = {name: trained_elements(m.model) for name, m in roles.trained.items()}
-    actor = settings["actor"]
+    counts = ", ".join(f"{name} {count:,}" for name, count in trained.items())
     run.log.say(
-        f"  parameters   {total:,} in memory for {' + '.join(roles.models)}; trained: "
-        + ", ".join(f"{name} {count:,}" for name, count in trained.items())
-        + f"; {engine_words(actor, roles.actor.model)}"
+        f"  parameters   {total:,} in memory for {' + '.join(roles.models)}; trained: {counts}; "
+        f"{engine_words(actor, roles.actor.model)}"
     )
     notes = (attention_note(each.model, run.config.load) for each in roles.models.values())
     for note in sorted(set(filter(None, notes))):
         run.log.say(f"  note         {note}")
-    models = {role: each.model for role, each in roles.models.items()}
-    say_coverage(run, models, roles.trained)
+    say_coverage(run, {n: each.model for n, each in roles.models.items()}, roles.trained)
     for role, model in roles.trained.items():
         if run.config.run.merge_adapter:
             from dschat_lora.lora.merge import check_mergeable
@@ -294,12 +273,11 @@ def _describe(setup: RlhfSetup) -> None:
             check_mergeable(model.model)
         for fact in model.facts():
             run.log.say(f"  {fact}")
-        options: RoleConfig = getattr(run.config, role)
+        options = run.config.trained[role]
         if options.lora_dim == 0:
             note_all_weights(run, f"{role}_lora_dim")
-        if warning := options.rate_warning(
-            num_elements(model.model.parameters()), given=run.config.given
-        ):
+        size = num_elements(model.model.parameters())
+        if warning := options.rate_warning(size, given=run.config.given):
             run.log.say(f"  warning      {warning}")
     if plan is not None:
         run.log.say(f"  {plan.line()}")
@@ -315,20 +293,20 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
     """What the run's state belongs to; complete on rank 0. On every rank."""
     if data_rank() != 0:
         return {}
-    roles, data = setup.models.roles, setup.data
+    roles, data, actor = setup.models.roles, setup.data, setup.models.settings["actor"]
 
-    def fingerprint(adapted: AdaptedModel) -> str:
-        return f"{base_fingerprint(adapted.model)} {adapter_fingerprint(adapted.model)}"
+    def fingerprint(role: AdaptedModel | None) -> str:
+        if role is None:
+            return ""
+        return f"{base_fingerprint(role.model)} {adapter_fingerprint(role.model)}"
 
-    scorer, actor = roles.reward or roles.critic, setup.models.settings["actor"]
     found = state_identity(roles.actor, setup.tokenizer, data.prompts, actor) | {
-        "critic": None if scorer is None else fingerprint(scorer),
+        "critic": fingerprint(roles.reward or roles.critic) or None,
         "text": None if data.text is None else data.text.train.identity,
         "rows": len(data.prompts.train),
     }
     if setup.config.reference is not None:
-        own = "" if roles.reference is None else fingerprint(roles.reference)
-        found |= setup.reference.identity(own)
+        found |= setup.reference.identity(fingerprint(roles.reference))
     if data.answers is not None:
         found["answers"] = data.answers.prepared.train.identity
     return found

@@ -122,8 +122,7 @@ def _failures_saved(
 ) -> Iterator[None]:
     """Where a user's function or the data fails in the block, save the last iteration, then raise.
 
-    It sees responses before any of their steps is taken: no iteration is saved in part. Weights
-    that are not finite are not saved.
+    Responses are seen before any of their steps is taken: no iteration is saved in part.
     """
     try:
         yield
@@ -189,10 +188,8 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
     if config.data.tail is not None:
         tail: Tail = config.data.tail
         identity["stream"] = tail.identity(config.data.data, text_data(config))
-    engines: dict[str, Any] = {
-        name: EngineState(engine, setup.models.roles.models[name].model)
-        for name, engine in trainer.engines.trained.items()
-    }
+    models, trained = setup.models.roles.models, trainer.engines.trained.items()
+    engines: dict[str, Any] = {n: EngineState(each, models[n].model) for n, each in trained}
     return Checkpointer(
         setup.run,
         engines=engines | trainer.parts.averages(),
@@ -208,9 +205,8 @@ def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkp
 
 
 def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
-    """Summarise the run and save what was trained; call on every rank.
+    """Summarise the run and save the adapter or model of each trained role; call on every rank.
 
-    Of each role that is an ``adapter/`` or, where more than an adapter was trained, a ``model/``.
     ``results`` are metrics of the first and the last evaluation.
     """
     setup, progress, config = trainer.setup, trainer.progress, trainer.config

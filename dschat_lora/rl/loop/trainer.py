@@ -8,28 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
+from dschat_lora.engine.distributed import device
 from dschat_lora.report.log import rlhf_line
 from dschat_lora.rl.learn.engines import Engines, Retry, make_experience, with_reward_model
-from dschat_lora.rl.learn.experience import (
-    Experience,
-    Steps,
-    advantages_and_returns,
-    plan_steps,
-)
+from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns, plan_steps
 from dschat_lora.rl.learn.update import StepResult, Updater
-from dschat_lora.rl.loop.build import (
-    make_batching,
-    make_generator,
-    make_parts,
-    make_pretraining,
-    make_throughput,
-)
+from dschat_lora.rl.loop.build import make_generator, make_parts, make_pretraining
 from dschat_lora.rl.loop.sampler import RolloutSampler
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
+from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
 from dschat_lora.rl.watch.metrics import check_sampler, iteration_metrics
+from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.loop import standard_schedule
 
 
@@ -49,25 +41,29 @@ class RlhfTrainer:
         config = self.config
         self.progress = RlhfProgress()
         self.progress.begin_at(config.ppo)
-        self._batching = make_batching(setup, engines)
+        batch = config.batch
+        self._batching = Batching(
+            int(setup.tokenizer.pad_token_id),
+            batch.per_device_training_batch_size,
+            batch.tokens_per_device,
+            config.run.seed,
+            shares_prompts=engines.shares_prompts and batch.num_generations > 1,
+        )
         self.generator = make_generator(setup, engines, lambda: self.progress.iteration)
-        self.pretraining = make_pretraining(setup)
-        self.throughput = make_throughput(setup, engines, self.pretraining)
+        self.pretraining = text = make_pretraining(setup)
+        self.throughput = Throughput(
+            setup.costs.counter,
+            dtype=setup.models.settings["actor"].torch_dtype,
+            skips_padding=engines.actor.module.policy("actor").backbone.skips_padding(device()),
+            take_text=lambda: None if text is None else text.take_counts(),
+        )
         self.sampler = RolloutSampler(setup, self.generator, self.progress, self.throughput.timer)
         self.schedule = self.sampler.schedule
         self.state = partial(self.schedule.state, self.progress)
         retry = Retry(engines.trained.values(), self.generator.engine)
         self.engines = replace(engines, retry=retry)
-        self._scorer = with_reward_model(
-            setup.scoring.scorer,
-            self.engines,
-            # Those that are planned, but where dynamic sampling may yet replace prompts.
-            lambda responses: (
-                self._batching.in_one_step(responses, self.progress.iteration)
-                if config.ppo.dynamic_sampling
-                else self._planned.first_batches
-            ),
-        )
+        scorer = setup.scoring.scorer
+        self._scorer = with_reward_model(scorer, self.engines, self._scored_batches)
         self.parts = make_parts(setup, self.progress, self.pretraining)
         self._rate_factor = standard_schedule(config.optim)(self.schedule.num_steps)
 
@@ -99,19 +95,22 @@ class RlhfTrainer:
         progress.count_iteration(responses)
         of_parts = self.parts.after_iteration(experience, updater.targets)
         if not results:
-            self._report_nothing_learnt(len(responses))
+            self.throughput.timer.take()
+            self.setup.run.log.report_event(
+                progress.step,
+                "empty_batch",
+                f"none of the {len(responses)} responses of iteration {progress.iteration} "
+                "counts: no score came for any of them, no token could be drawn, or "
+                "--mask_truncated_completions left them out; nothing was learnt",
+            )
+            self.parts.check()
             return False
+        spent = {"seconds": progress.seconds, "flops": progress.flops}
         metrics = {
             **self.sampler.metrics(progress.iteration - 1),
             "iteration": progress.iteration,
             **iteration_metrics(results, updater, experience, shaped, self.config),
-            **self.throughput(
-                responses,
-                steps,
-                {"seconds": progress.seconds, "flops": progress.flops},
-                taken=len(results),
-                learning=learning,
-            ),
+            **self.throughput(responses, steps, spent, taken=len(results), learning=learning),
         }
         self._report(metrics, of_parts, experience)
         return results[-1].skipped
@@ -130,6 +129,12 @@ class RlhfTrainer:
         self._planned = steps
         return steps
 
+    def _scored_batches(self, responses: Sequence[Response]) -> Sequence[ResponseBatch]:
+        """Those that are planned, but where dynamic sampling may yet replace prompts."""
+        if self.config.ppo.dynamic_sampling:
+            return self._batching.in_one_step(responses, self.progress.iteration)
+        return self._planned.first_batches
+
     def _scores(self, responses: Sequence[Response]) -> Scores:
         return self._scorer(responses, self.state())
 
@@ -147,10 +152,7 @@ class RlhfTrainer:
         return shaped
 
     def _rescale(self, values: Tensor) -> Tensor:
-        """The critic's values in units of shaped rewards.
-
-        It starts as the reward model, whose scores are scaled by the moments of the first ones.
-        """
+        """The critic's values in units of shaped rewards; it starts from unscaled scores."""
         if self.config.rewards.reward_scaling != "initial" or self.engines.reward is None:
             return values
         return rescale_values(RunningMoments(**self.progress.moments), values)
@@ -179,26 +181,14 @@ class RlhfTrainer:
         """Take the optimizer steps; one result for each."""
         start = self.schedule.steps_before(self.progress.iteration)
         target_kl, results = self.config.ppo.target_kl, list[StepResult]()
-        for result in updater.steps(
-            lambda index: self._rate_factor(start + index), most=self.schedule.num_steps - start
-        ):
+        left = self.schedule.num_steps - start
+        for result in updater.steps(lambda index: self._rate_factor(start + index), most=left):
             results.append(result)
             self.progress.count_step(skipped=result.skipped)
             self.parts.after_step(result)
             if target_kl and result.approx_kl > target_kl:
                 break
         return results
-
-    def _report_nothing_learnt(self, count: int) -> None:
-        self.throughput.timer.take()
-        self.setup.run.log.report_event(
-            self.progress.step,
-            "empty_batch",
-            f"none of the {count} responses of iteration {self.progress.iteration} "
-            "counts: no score came for any of them, no token could be drawn, or "
-            "--mask_truncated_completions left them out; nothing was learnt",
-        )
-        self.parts.check()
 
     def _report(
         self, metrics: dict[str, Any], of_parts: dict[str, float], experience: Experience

@@ -86,21 +86,16 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--reward_function a function that scores: nothing tells what a response is worth"
         )
     rewards = config.rewards
-    for option in ("reward_function", "reward_gate"):
-        for name in getattr(rewards, option):
+    judge = () if rewards.judge_function is None else (rewards.judge_function,)
+    named = {"reward_function": rewards.reward_function, "reward_gate": rewards.reward_gate}
+    for option, names in (named | {"judge_function": judge}).items():
+        for name in names:
             check_scorer(option, name)
-    if rewards.judge_function is not None:
-        check_scorer("judge_function", rewards.judge_function)
     for own in config.players:
         own.check_player(config)
     if all(map(gives_one_reward, rewards.reward_function)):
         has_model = config.critic.model_name_or_path is not None
         check_weights(rewards.reward_weights, len(rewards.reward_function), has_model=has_model)
-
-
-def check_reference(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Have add-ons refuse options of a reference that the algorithm has no use for, or lacks."""
-    through_addons(config, "check_reference")
 
 
 def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -141,8 +136,7 @@ def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
     """The role's options with those of the adapter that it continues."""
     options: RoleConfig = getattr(config, role)
-    prefix = f"{role}_"
-    given = frozenset(n.removeprefix(prefix) for n in config.given if n.startswith(prefix))
+    given = frozenset(n.removeprefix(f"{role}_") for n in config.given if n.startswith(f"{role}_"))
     with option_errors_for(role):
         lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
     names = ("lora_dim", "lora_alpha", "use_rslora", "expert_lora_dim", "expert_lora_alpha")
@@ -234,8 +228,7 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
     media = media_reader(config, None, inputs.sources.actor.base)
     check_sources(config.data.data, "prompts", media)
     check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
-    data = text_data(config)
-    if data is not None:
+    if (data := text_data(config)) is not None:
         try:
             check_sources(data)
         except ValueError as error:
@@ -257,31 +250,25 @@ def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
         given=frozenset(names.get(name, name) for name in config.given),
         world_size=launched_processes(),
     )
-    stage = parallel.zero_stage or 0
-    return replace(
-        config,
-        load=load,
-        batch=replace(
-            config.batch,
-            per_device_training_batch_size=batch.per_device_train_batch_size,
-            gradient_accumulation_steps=batch.gradient_accumulation_steps,
-        ),
-        optim=optim,
-        parallel=parallel,
-        actor=_with_stage(config.actor, stage),
-        critic=_with_stage(config.critic, stage),
+    own = replace(
+        config.batch,
+        per_device_training_batch_size=batch.per_device_train_batch_size,
+        gradient_accumulation_steps=batch.gradient_accumulation_steps,
     )
-
-
-def _with_stage(role: RoleConfig, stage: int) -> RoleConfig:
-    return role if role.zero_stage is not None else replace(role, zero_stage=stage)  # type: ignore[arg-type]
+    roles = {"actor": config.actor, "critic": config.critic}
+    changed: dict[str, Any] = {
+        name: replace(role, zero_stage=parallel.zero_stage or 0)
+        for name, role in roles.items()
+        if role.zero_stage is None
+    }
+    return replace(config, load=load, batch=own, optim=optim, parallel=parallel, **changed)
 
 
 def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With generation batches for 64 responses an iteration where no size of a batch is typed."""
-    batch, shares = config.batch, config.parallel.shares(launched_processes())
     if config.given & {name for names in config.rows.values() for name in names}:
         return config
+    batch, shares = config.batch, config.parallel.shares(launched_processes())
     at_once = batch.per_device_generation_batch_size * shares
     times = max(batch.generation_batches, -(-DEFAULT_RESPONSES // at_once))
     return replace(config, batch=replace(batch, generation_batches=times))
@@ -298,9 +285,8 @@ def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
             "responses needs as many of one policy"
         )
         batch = replace(batch, generation_batches=times)
-    optim = config.optim
-    if config.classic.enable_test_mode:
-        optim = replace(optim, max_steps=config.classic.test_stop_step)
+    steps = config.classic.test_stop_step if config.classic.enable_test_mode else None
+    optim = config.optim if steps is None else replace(config.optim, max_steps=steps)
     return replace(config, batch=batch, optim=optim)
 
 
@@ -348,12 +334,10 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With blocks recomputed whose inputs are to be on the host."""
-    trained = config.trained
-    switches = {f"{n}_gradient_checkpointing": r.gradient_checkpointing for n, r in trained.items()}
-    values = recomputing(config.parallel, switches).values()
+    option, own = "gradient_checkpointing", config.trained
+    found = recomputing(config.parallel, {f"{n}_{option}": getattr(own[n], option) for n in own})
     changed: dict[str, Any] = {
-        name: replace(role, gradient_checkpointing=value)
-        for (name, role), value in zip(trained.items(), values, strict=True)
+        n: replace(own[n], gradient_checkpointing=found[f"{n}_{option}"]) for n in own
     }
     return replace(config, **changed)
 
@@ -413,7 +397,7 @@ def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 # In this order: the first that fails is the one a user reads.
 RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_bundled_prompts,
-    check_reference,
+    lambda config, _: through_addons(config, "check_reference"),
     check_rewards,
     with_continued_lora,
     check_lora,

@@ -54,11 +54,7 @@ class EngineFacts:
         return self.own is None and self.in_process and self.same_model
 
     def check(self, config: Any, inputs: Any) -> None:
-        """Refuse options that the engine does not take.
-
-        Raises:
-            ValueError: naming the option.
-        """
+        """Refuse options that the engine does not take."""
         if self.check_options:
             called(self.check_options)(config, inputs)
         elif hasattr(self.own, "check"):
@@ -72,9 +68,8 @@ class EngineFacts:
 
     def bytes_beside_training(self, config: Any) -> int:
         """Bytes of a device that it takes while the actor trains, as far as it knows."""
-        if not hasattr(self.own, "bytes_beside_training"):
-            return 0
-        return int(engine_object(self.own).bytes_beside_training(config))
+        known = hasattr(self.own, "bytes_beside_training")
+        return int(engine_object(self.own).bytes_beside_training(config)) if known else 0
 
 
 ENGINES = {
@@ -84,7 +79,7 @@ ENGINES = {
         batches_itself=False,
         same_model=True,
         gives_up=True,
-    ),
+    )
 }
 
 
@@ -133,11 +128,7 @@ def engine_facts(name: str) -> EngineFacts:
 
 
 def check_engine(name: str) -> None:
-    """Refuse what is no engine of the package, an add-on or a user.
-
-    Raises:
-        ValueError: naming those that there are.
-    """
+    """Refuse what is no engine of the package, an add-on or a user, naming those that there are."""
     known, of_addon = known_engines(), addon_name("rollout_engine", name)
     is_known = name in ENGINES or is_own("rollout_engine", name)
     if of_addon:
@@ -151,11 +142,7 @@ _objects: dict[type, Any] = {}
 
 
 def engine_object(own: Any, *, is_taken: bool = False) -> Any:
-    """A user's engine: the object, or one of the class, which is made once for a run.
-
-    Raises:
-        ValueError: if the class takes arguments.
-    """
+    """A user's engine: the object, or one of the class, which is made once for a run."""
     if not isinstance(own, type):
         return own
     found = _objects.pop(own, None) or made("rollout_engine", own.__name__, own)

@@ -6,16 +6,10 @@ from pathlib import Path
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
-from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.role_config import option_errors_for
-from dschat_lora.runtime.checks import (
-    check_adapter_files,
-    check_task,
-    model_name,
-    note_without_effect,
-)
+from dschat_lora.runtime.checks import find_of_kind, model_name, note_without_effect
 
 
 @dataclass(frozen=True)
@@ -43,34 +37,23 @@ class RlhfInputs:
 
 
 def find_sources(config: RlhfConfig) -> Sources:
-    """Actor, critic and a reference of its own.
+    """Actor, critic and a reference of its own; a ValueError names the role's option."""
 
-    Raises:
-        ValueError: naming the role's option.
-    """
-    actor = _find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
+    def find(role: str, name: str | None, task: str) -> ModelSource:
+        return find_of_kind(name, (task,), option=f"--{role}_model_name_or_path")
+
+    actor = find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
     name, own = config.critic.model_name_or_path, config.reference
-    critic = None if name is None else _find("critic", name, "SEQ_CLS")
+    critic = None if name is None else find("critic", name, "SEQ_CLS")
     if own is None or own.is_served or own.model_name is None:
         return Sources(actor, critic)
-    return Sources(actor, critic, _find(own.role, own.model_name, "CAUSAL_LM"), own.role)
-
-
-def _find(role: str, name: str | None, task: str) -> ModelSource:
-    with option_errors_for(role):
-        source = find_model(name)
-        check_adapter_files(source)
-        check_task(source, (task,))
-    return source
+    return Sources(actor, critic, find(own.role, own.model_name, "CAUSAL_LM"), own.role)
 
 
 def check_vocabularies(config: RlhfConfig, sources: Sources) -> None:
     """Refuse a reward model or reference whose files have another vocabulary than the actor's.
 
     Other differences of tokenizers show once they are loaded.
-
-    Raises:
-        ValueError: naming both options.
     """
     mine = Path(sources.actor.tokenizer) / "tokenizer.json"
     for role, source in sources.by_role.items():

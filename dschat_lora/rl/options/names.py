@@ -88,11 +88,7 @@ def called(function: Function) -> Callable[..., Any]:
 
 
 def load_object(option: str, name: str, kind: str = "") -> object:
-    """What ``module:object``, a name of an add-on or an object of Python stands for.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """What ``module:object``, a name of an add-on or an object of Python stands for."""
     if is_held(name):
         return held_object(name, option)
     found = imported(option, object_path(option, name), kind)
@@ -100,11 +96,7 @@ def load_object(option: str, name: str, kind: str = "") -> object:
 
 
 def check_scorer(option: str, name: str) -> None:
-    """Refuse a name of nothing that scores, without importing a user's module.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse a name of nothing that scores, without importing a user's module."""
     if begins_values(addon_name(option, name)):
         load_object(option, name)
     else:
@@ -112,11 +104,7 @@ def check_scorer(option: str, name: str) -> None:
 
 
 def made(option: str, name: str, found: Any) -> Any:
-    """An object of the user's, or one of their class, which is called without arguments.
-
-    Raises:
-        ValueError: if the class takes some.
-    """
+    """An object of the user's, or one of their class, which must take no arguments."""
     if not isinstance(found, type):
         return found
     try:

@@ -45,13 +45,10 @@ class RoleConfig:
 
     role: str = hidden("actor")
     model_name_or_path: str | None = option(
-        None,
-        help="the model that answers: output of SFT, model directory or hub name",
+        None, help="the model that answers: output of SFT, model directory or hub name"
     )
     lora_dim: int = option(
-        0,
-        help="rank of a new adapter; 0 trains all weights",
-        settled=DEFAULT_RANK,
+        0, help="rank of a new adapter; 0 trains all weights", settled=DEFAULT_RANK
     )
     lora_alpha: float = as_in(LoraConfig, "lora_alpha")
     use_rslora: bool = of_adapters(False, help="scale by lora_alpha / sqrt(lora_dim)")
@@ -133,15 +130,10 @@ class CriticConfig(RoleConfig):
 
 
 class ReferenceOptions(Protocol):
-    """Options of an add-on by which an algorithm has another reference than the actor as it was.
+    """Options of an add-on by which an algorithm has another reference than the actor as it was."""
 
-    Attributes:
-        role: what a run calls it, which the options of its model begin with.
-        rates: the stage whose rule of learning rates holds, and its factor.
-    """
-
-    role: ClassVar[str]
-    rates: ClassVar[tuple[str, float]]
+    role: ClassVar[str]  # what a run calls it, which the options of its model begin with
+    rates: ClassVar[tuple[str, float]]  # the stage whose rule of rates holds, and its factor
 
     @property
     def model_name(self) -> str | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.rl.learn.ema import MovingAverage
+from dschat_lora.models.average import MovingAverage
 
 
 def model():
@@ -56,7 +56,7 @@ def test_16_bit_weights_are_averaged_in_fp32():
 
 
 def test_a_restored_average_goes_on(monkeypatch):
-    monkeypatch.setattr("dschat_lora.rl.learn.ema.broadcast_", lambda tensor: tensor)
+    monkeypatch.setattr("dschat_lora.models.average.broadcast_", lambda tensor: tensor)
     layers = model()
     set_to(layers, 1.0)
     average = MovingAverage(layers, 0.75)

@@ -1,16 +1,24 @@
-"""Exponential moving average of the actor's trained parameters, in fp32."""
+"""Exponential moving average of a model's trained parameters, in fp32."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from dschat_lora.engine.build import StepOutcome
 from dschat_lora.engine.distributed import broadcast_, rank
 from dschat_lora.engine.zero import is_sharded, own_shard, whole_of_parts, whole_of_shards
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.parallel import own_part
-from dschat_lora.rl.learn.experience import StepResult
+
+
+class Step(Protocol):
+    """What optimizer steps did, by role."""
+
+    @property
+    def outcomes(self) -> Mapping[str, StepOutcome]:
+        """Of those roles that took one."""
 
 
 class MovingAverage:
@@ -32,10 +40,9 @@ class MovingAverage:
         averages = [w.to(torch.float32, copy=True) for w in self._weights()]
         self._averages = dict(zip(self._parameters, averages, strict=True))
 
-    def after_step(self, result: StepResult) -> None:
-        """Average in the weights after a step that changed them."""
-        actor = result.outcomes.get("actor")
-        if actor is not None and not actor.skipped:
+    def after_step(self, result: Step) -> None:
+        """Average in the weights after a step that changed those of the actor."""
+        if "actor" in result.outcomes and not result.outcomes["actor"].skipped:
             self.update()
 
     @torch.no_grad()
