@@ -648,6 +648,7 @@ def stock(reward):
     return stock_scorer(BUNDLED_MODEL, reward[0] / "adapter")
 
 
+@with_addon("evaluation")
 @stage_test
 def test_scores_on_standard_output_are_those_of_stock_peft(command, reward, stock):
     ended = command("score", "score", "--model_name_or_path", "output/reward", *DATA[:2])
@@ -664,6 +665,7 @@ def test_scores_on_standard_output_are_those_of_stock_peft(command, reward, stoc
     assert "42 rows scored" in ended.err
 
 
+@with_addon("evaluation")
 @stage_test
 def test_rows_of_other_kinds_are_scored_and_too_long_ones_are_null(home, command, reward, stock):
     rows = [
@@ -695,6 +697,7 @@ def test_rows_of_other_kinds_are_scored_and_too_long_ones_are_null(home, command
     assert not [path.name for path in home.iterdir() if path.name.startswith(".scored")]
 
 
+@with_addon("evaluation")
 @stage_test
 def test_scores_go_to_a_directory_that_is_made_for_them(home, command, reward):
     argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "held.jsonl"]
@@ -703,6 +706,7 @@ def test_scores_go_to_a_directory_that_is_made_for_them(home, command, reward):
     assert len(text.splitlines()) == 14
 
 
+@with_addon("evaluation")
 @stage_test
 def test_more_tokens_than_the_model_has_positions_are_refused(home, command, reward):
     write_jsonl(home / "long.jsonl", [{"prompt": "word " * 900, "completion": " b"}])
@@ -712,6 +716,7 @@ def test_more_tokens_than_the_model_has_positions_are_refused(home, command, rew
     assert "--max_seq_len is 4000, but the model has 512 positions" in ended.err
 
 
+@with_addon("evaluation")
 @stage_test
 def test_columns_of_types_that_json_lacks_are_passed_on_as_text(home, command, reward):
     pyarrow = pytest.importorskip("pyarrow")
@@ -724,6 +729,7 @@ def test_columns_of_types_that_json_lacks_are_passed_on_as_text(home, command, r
     assert json.loads(line)["when"].startswith("2020-01-02")
 
 
+@with_addon("evaluation")
 @stage_test
 def test_merged_model_is_scored_alike(home, command, reward, stock):
     command(
@@ -737,6 +743,7 @@ def test_merged_model_is_scored_alike(home, command, reward, stock):
         assert line["chosen_score"] == pytest.approx(expected, abs=1e-4)
 
 
+@with_addon("evaluation")
 @stage_test
 @pytest.mark.parametrize("model", ["sft", str(BUNDLED_MODEL)], ids=["policy", "base"])
 def test_directory_of_no_reward_model_gets_no_scores(home, command, sft, model):
@@ -752,6 +759,7 @@ def test_directory_of_no_reward_model_gets_no_scores(home, command, sft, model):
     assert not (home / "none.jsonl").exists()
 
 
+@with_addon("evaluation")
 @stage_test
 @pytest.mark.parametrize(
     ("argv", "parts"),
@@ -776,6 +784,7 @@ def test_wrong_request_for_scores_is_one_line(home, command, reward, argv, parts
 
 
 @pytest.mark.thorough
+@with_addon("evaluation")
 @stage_test
 def test_scores_whose_reader_has_gone_end_quietly(home, reward):
     argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "held.jsonl"]

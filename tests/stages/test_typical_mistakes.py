@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from dschat_lora.assets import BUNDLED_MODEL
+from helpers.addons import has_verb
 from helpers.step1 import ROOT, write_adapter_config, write_jsonl
 
 MAX_SECONDS = 5.0
@@ -47,12 +48,16 @@ MISTAKES = {
         "sft --lora_dim 4 --num_gpus 3 --tensor_parallel_size 3",
         ["--tensor_parallel_size 3", "4 attention heads", "1, 2, 4 would"],
     ),
-    "a port in use": ("serve base --port {port}", ["--port {port}", "in use", "--port 0"]),
     "no space": (
         "sft --output_dir full/out",
         ["--output_dir full/out", "0.1 MiB free", "1.0 MiB", "another disk"],
     ),
 }
+if has_verb("serve"):
+    MISTAKES["a port in use"] = (
+        "serve base --port {port}",
+        ["--port {port}", "in use", "--port 0"],
+    )
 # One process has them all, as each command line begins: with options, before what is heavy.
 PROGRAM = """
 import contextlib, io, json, shutil, sys, time
