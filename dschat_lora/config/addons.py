@@ -138,7 +138,7 @@ def provided(seam: str, *taken: str) -> Mapping[str, str]:
     for addon in installed().values():
         names = addon.provides.get(seam, {})
         with left_out(addon.name):
-            _check_new(f"name of --{seam}", names, {"the package": taken})
+            _check_new(f"name under {seam}", names, {"the package": taken})
             found |= names
     return found
 
@@ -326,7 +326,7 @@ def _new_addon(addon: Any, others: Mapping[str, Addon]) -> Addon:
     _check_new("verb", addon.verbs, {"the package": own, **{n: a.verbs for n, a in them.items()}})
     for seam, names in addon.provides.items():
         taken = {name: other.provides.get(seam, {}) for name, other in them.items()}
-        _check_new(f"name of --{seam}", names, taken)
+        _check_new(f"name under {seam}", names, taken)
     return addon
 
 

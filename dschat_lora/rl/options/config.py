@@ -329,7 +329,7 @@ class RlhfConfig(StageConfig):
         if not (name := self.ppo.rules.reference):
             return None
         kind = load(provided("reference")[name])
-        return next(own for own in groups_of(self, "load") if isinstance(own, kind))
+        return next(own for own in vars(self.addons).values() if isinstance(own, kind))
 
     def of_role(self, role: str) -> RoleConfig | ReferenceOptions:
         """The options of a role: the actor, the critic or a reference by its own name."""
