@@ -202,7 +202,7 @@ FLOORS = [
         ),
         "addons.serving": Room(
             "algos checkpoint config data engine generation lora models report runtime supervised",
-            "h11 llguidance starlette torch uvicorn",
+            "h11 llguidance starlette torch transformers uvicorn",
             "addon config verbs endpoint.sockets",
         ),
         "addons.kto": Room(
@@ -282,7 +282,7 @@ OWNERS = {
     "transformers": {
         *("addons.bases", "addons.distill", "addons.engines", "addons.glue", "addons.images"),
         *("addons.loralib", "addons.nlg", "checkpoint", "data", "generation", "models"),
-        "runtime",
+        *("addons.serving", "runtime"),
     },
 }
 # What runs before a mistake in an option is reported loads none of these.

@@ -108,8 +108,8 @@ class TransformersEngine:
 
 
 def _with_length(
-    _: torch.nn.Module, args: tuple[object, ...], inputs: Mapping[str, Any]
+    _: torch.nn.Module, given: tuple[object, ...], inputs: Mapping[str, Any]
 ) -> tuple[tuple[object, ...], Mapping[str, Any]]:
     """The inputs, whose cache says a length: 0, as all rows stand in one sequence."""
     inputs["cache"].get_seq_length = lambda *_: 0
-    return args, inputs
+    return given, inputs
