@@ -174,8 +174,10 @@ def test_text_is_answered_without_files_of_a_processor_and_pictures_say_what_lac
 
 
 def test_inspect_says_what_takes_pictures(base, runs, capsys):
+    from dschat_lora.addons.inspect.verbs import inspect
+
     for path in (base, runs[0] / "adapter"):
-        verbs.inspect([str(path)])
+        inspect([str(path)])
         assert "text and pictures, by a processor with PIL" in capsys.readouterr().out
 
 
