@@ -19,8 +19,6 @@ from dschat_lora.addons.planning.plan import (
     with_recomputation,
 )
 from dschat_lora.addons.planning.plan_search import largest_rows, plan_file, plan_stage, planning
-from dschat_lora.commands.stages import STAGES
-from dschat_lora.config.options import option_names
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKS = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -57,17 +55,13 @@ def rows(
     for model in models:
         for column in stages:
             stage, options, names = STAGES_OF_TABLE[column]
-            for bits in _bits(stage):
+            for bits in (16, 4):
                 given = options | dict.fromkeys(names, model)
                 given |= {} if bits == 16 else {"base_bits": bits}
                 with planning() as home:
                     plan = plan_stage(stage, given, home, card=None).plan
                     cells = [_cell(plan, find_card(size)) for size in SIZES]
                 yield f"| {model} | {column} | {bits} | {' | '.join(cells)} |"
-
-
-def _bits(stage: str) -> tuple[int, ...]:
-    return (16, 4) if "base_bits" in option_names(STAGES[stage].config) else (16,)
 
 
 def _cell(plan: StagePlan, card: Card) -> str:

@@ -239,7 +239,7 @@ FLOORS = [
             "addons.engines algos api commands config data engine lora models rl.draw rl.learn"
             " rl.options rl.response rl.score runtime",
             "numpy torch transformers",
-            "addon algorithm options python stage verbs",
+            "addon algorithm config options python stage verbs",
         ),
         "addons.glue": Room(
             "addons.loralib algos checkpoint config data engine lora models report runtime",
@@ -308,6 +308,7 @@ VERBS = {
         "addons.diagnostics.options",
         "addons.bases.forms",
         "addons.distill.algorithm",
+        "addons.distill.config",
         "addons.distill.options",
         "addons.distill.python",
         "addons.distill.stage",

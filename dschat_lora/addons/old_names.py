@@ -83,7 +83,7 @@ OLD_NAMES = {
     "rl.config": "rl.options.config rl.options.names addons.distill.stage",
     "rl.learn.served_teacher": "addons.distill.served_teacher",
     "rl.learn.teacher": "addons.distill.teacher",
-    "rl.role_config": "rl.options.role_config addons.distill.options",
+    "rl.role_config": "rl.options.role_config addons.distill.config",
     "rl.served_teacher": "addons.distill.served_teacher",
     "rl.teacher": "addons.distill.teacher",
     "rl.agent_server": "addons.agents.agents",

@@ -3,7 +3,7 @@
 from dschat_lora.config.addons import Addon
 
 _HERE = "dschat_lora.addons.distill"
-_OPTIONS = f"{_HERE}.options:TeacherConfig"
+_OPTIONS = f"{_HERE}.options:TeacherOptions"
 STAGE = {
     "options": "addons.distill.stage:DistillConfig",
     "checks": "rl.loop.validation:check_rlhf",

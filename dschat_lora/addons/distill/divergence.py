@@ -13,7 +13,7 @@ from dschat_lora.models import causal_lm
 from dschat_lora.models.causal_lm import is_plain, whole_logits
 
 if TYPE_CHECKING:
-    from dschat_lora.rl.learn.engines import Network
+    from dschat_lora.rl.learn.reference import Policies
     from dschat_lora.rl.response.batch import ResponseBatch
 
 
@@ -173,7 +173,7 @@ class DivergenceHead(nn.Module):
         return logprobs, entropies, divergences
 
     def outputs(
-        self, network: "Network", own: "ResponseBatch", read: "ResponseBatch", temperature: float
+        self, network: "Policies", own: "ResponseBatch", read: "ResponseBatch", temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What :meth:`forward` gives of a batch as the actor reads it, and as the teacher does."""
         actor, teacher = network.policy("actor"), network.policy("reference")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dschat_lora.addons.distill.config import TeacherConfig
 from dschat_lora.addons.distill.divergence import DivergenceHead
-from dschat_lora.addons.distill.options import TeacherConfig
 from dschat_lora.algos.advantages import response_sums
 from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.algos.segments import to_device

@@ -13,3 +13,8 @@ ADDON = Addon(
         }
     },
 )
+
+
+def episode_prompt(number: int) -> list[dict[str, str]]:
+    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
+    return [{"role": "user", "content": f"Episode {number}"}]

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from dschat_lora.addons.environments.addon import LIBRARIES
+from dschat_lora.addons.environments.addon import LIBRARIES, episode_prompt
 from dschat_lora.config.addons import begins_values
 from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.held import is_in_module
@@ -132,7 +132,7 @@ class EnvironmentOptions:
         """
         from dschat_lora.addons.environments.players import load_player
 
-        return load_player(self, config, tokenizer)
+        return load_player(str(self.environment), config, tokenizer, max_turns=self.max_turns)
 
     def response_metrics(
         self, responses: "Sequence[Response]", counted: "Sequence[Response]"
@@ -143,11 +143,6 @@ class EnvironmentOptions:
         turns = sum(_num_turns(each) for each in counted)
         read = sum(each.num_read_tokens for each in counted)
         return {"turns": turns / len(counted), "environment_tokens": read / len(counted)}
-
-
-def episode_prompt(number: int) -> list[dict[str, str]]:
-    """The prompt of an episode of ``--num_prompts``, in whose place comes what ``reset`` says."""
-    return [{"role": "user", "content": f"Episode {number}"}]
 
 
 def _num_turns(response: "Response") -> int:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from dschat_lora.addons.environments.environment import Environment, asked_together
-from dschat_lora.addons.environments.options import EnvironmentOptions
 from dschat_lora.addons.environments.stateful import StatefulEnvironment, is_stateful
 from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.data.chat import Chat, make_chat
@@ -23,13 +22,13 @@ from dschat_lora.rl.response.response import Response, messages_after_prompt
 from dschat_lora.rl.score.user_functions import check_takes_responses, find_object, same_gradients
 
 
-def load_player(options: EnvironmentOptions, config: RlhfConfig, tokenizer: Tokenizer) -> Player:
+def load_player(name: str, config: RlhfConfig, tokenizer: Tokenizer, *, max_turns: int) -> Player:
     """What ``--environment`` names, to play the rollouts.
 
     Raises:
         ValueError: if it names nothing that can be used, or nothing gives a reward.
     """
-    name, rewards = str(options.environment), config.rewards
+    rewards = config.rewards
     found = find_object("environment", name)
     player: Player
     if hasattr(found, "play"):
@@ -45,7 +44,7 @@ def load_player(options: EnvironmentOptions, config: RlhfConfig, tokenizer: Toke
             retries=rewards.reward_retries,
             timeout=rewards.reward_timeout,
         )
-        player = Episodes(environment, TurnTokens(chat, tokenizer), options.max_turns)
+        player = Episodes(environment, TurnTokens(chat, tokenizer), max_turns)
     unscored = config.ppo.rules.learns_from_rewards and not config.is_scored
     if player.reward_name is None and unscored:
         raise ValueError(

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dschat_lora.addons.environments.addon import episode_prompt
 from dschat_lora.addons.environments.environment import Environment, asked_together
-from dschat_lora.addons.environments.options import episode_prompt
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import Encoder, make_encoder

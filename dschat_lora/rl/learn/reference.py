@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.samples import PromptSample
+from dschat_lora.models.causal_lm import Policy
 from dschat_lora.rl.draw.source import Pool
 from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.rl.response.response import Response
-
-if TYPE_CHECKING:
-    from dschat_lora.rl.learn.engines import Network
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,18 @@ class Answers:
     share: float  # of the responses that they stand for, in (0, 1]
 
 
+class Policies(Protocol):
+    """What has the actor and the reference of a run."""
+
+    def policy(self, role: str) -> Policy:
+        """That of a role, ``actor`` or ``reference``."""
+
+
 class LossHead(Protocol):
     """A module that gives the losses of tokens by the states of actor and reference."""
 
     def outputs(
-        self, network: "Network", own: ResponseBatch, read: ResponseBatch, temperature: float
+        self, network: Policies, own: ResponseBatch, read: ResponseBatch, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(N,) log-probabilities and entropies of the actor, and losses, which have a gradient.
 

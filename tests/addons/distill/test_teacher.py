@@ -13,7 +13,7 @@ import dschat_lora as dl
 from api.programs import ROWS, brevity, numbers
 from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.addons.distill import teacher as teacher_module
-from dschat_lora.addons.distill.options import TeacherConfig
+from dschat_lora.addons.distill.config import TeacherConfig
 from dschat_lora.addons.distill.stage import DistillConfig
 from dschat_lora.addons.distill.teacher import TeacherPrompts, TeacherScorer, answer_of
 from dschat_lora.assets import BUNDLED_MODEL

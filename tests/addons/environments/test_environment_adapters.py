@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from addons.environments.episodes import CHAT, END, TOKENIZER, call, made, play, read
-from dschat_lora.addons.environments.addon import LIBRARIES
+from dschat_lora.addons.environments.addon import LIBRARIES, episode_prompt
 from dschat_lora.addons.environments.environment import EnvironmentFailedError
-from dschat_lora.addons.environments.options import EnvironmentOptions, episode_prompt
+from dschat_lora.addons.environments.options import EnvironmentOptions
 from dschat_lora.addons.environments.players import load_environment
 from dschat_lora.rl.options.names import load_object
 from dschat_lora.runtime import checks

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from addons.environments.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
+from dschat_lora.addons.environments.addon import episode_prompt
 from dschat_lora.addons.environments.environment import EnvironmentFailedError
-from dschat_lora.addons.environments.options import episode_prompt
 from dschat_lora.addons.environments.players import load_environment
 from dschat_lora.addons.environments.stateful import is_stateful
 from dschat_lora.config.options import parse_config

@@ -1,0 +1,189 @@
+"""Options of a teacher and of what is learnt from it, and their checks."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+
+from dschat_lora.config.addons import installed
+from dschat_lora.config.groups import LoadConfig, ModelConfig, require, require_numbers
+from dschat_lora.config.options import option
+from dschat_lora.rl.options.names import is_address, is_remote
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.options.config import RlhfConfig
+
+DistillLoss = Literal["reverse_kl", "forward_kl", "jsd", "sampled_reverse_kl"]
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The teacher of ``--algorithm distill``, and what is learnt from it."""
+
+    role: ClassVar[str] = "teacher"
+    # Of its rule of rates: tinker-cookbook's recipe has 1e-4 on Qwen3-8B, by this times SFT's.
+    rates: ClassVar[tuple[str, float]] = ("distill", 0.21)
+
+    teacher_model_name_or_path: str | None = option(
+        None,
+        help="the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: "
+        "the actor as it was, with --teacher_system_prompt\nof --algorithm distill; a run, an "
+        "adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the "
+        "actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME "
+        "where it has several models",
+    )
+    teacher_bits: Literal[16, 4] | None = option(
+        None, help="bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits"
+    )
+    teacher_system_prompt: str | None = option(
+        None,
+        help="system message that the teacher reads before each prompt, and the actor does not",
+    )
+    distill_loss: DistillLoss = option(
+        "reverse_kl",
+        help="divergence from the teacher\nat each token, over the whole vocabulary: reverse_kl, "
+        "forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as "
+        "their advantage",
+    )
+    jsd_beta: float = option(
+        0.5,
+        help="the teacher's share in the mixture of --distill_loss jsd, in (0, 1)",
+        when="distill_loss=jsd",
+    )
+    distill_top_k: int = option(
+        0,
+        help="tokens, the teacher's likeliest at each position, that a divergence tells apart; all "
+        "others count as one; 0: the whole vocabulary",
+    )
+    on_policy_share: float = option(
+        1.0,
+        help="share of the responses that the actor draws, in [0, 1]\nthe others are answers of "
+        "the data (GKD's lambda)",
+    )
+
+    def __post_init__(self) -> None:
+        require(0 < self.jsd_beta < 1, "jsd_beta", self.jsd_beta, "in (0, 1)")
+        require_numbers(self, "in [0, 1]", "on_policy_share")
+        require_numbers(self, ">= 0", "distill_top_k")
+        if self.distill_top_k and self.beta is None:
+            raise ValueError(
+                f"--distill_top_k {self.distill_top_k} is of divergences over the vocabulary, "
+                "which --distill_loss sampled_reverse_kl has not; drop one of them"
+            )
+        if self.on_policy_share < 1 and self.beta is None:
+            raise ValueError(
+                f"--on_policy_share {self.on_policy_share:g} learns from answers that the actor "
+                "did not draw, which --distill_loss sampled_reverse_kl cannot: use "
+                f"{', '.join(get_args(DistillLoss)[:3])}"
+            )
+        if self.on_policy_share < 1 and self.teacher_system_prompt is not None:
+            raise ValueError(
+                f"--on_policy_share {self.on_policy_share:g} and --teacher_system_prompt: the "
+                "teacher's prompts are made for answers that the actor draws; drop one of them"
+            )
+        if self.server is not None and self.beta is not None:
+            raise ValueError(
+                f"--distill_loss {self.distill_loss} needs the teacher's whole vocabulary, and the "
+                f"server {self.server[0]} gives probabilities of the tokens drawn alone: use "
+                "sampled_reverse_kl"
+            )
+        if self.server is not None and self.teacher_bits is not None:
+            raise ValueError(
+                f"--teacher_bits {self.teacher_bits} is of a teacher in memory, and that of the "
+                f"server {self.server[0]} has its own: drop it"
+            )
+
+    @property
+    def server(self) -> tuple[str, str] | None:
+        """Address of the teacher's server without ``/v1``, and its model, or an empty name."""
+        name = self.teacher_model_name_or_path or ""
+        if not is_remote(name):
+            return None
+        address, _, model = name.partition("#")
+        return address.rstrip("/").removesuffix("/v1").rstrip("/"), model
+
+    @property
+    def beta(self) -> float | None:
+        """That of ``divergence.generalized_jsd``; None: none is used."""
+        return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": self.jsd_beta}.get(self.distill_loss)
+
+    def model(self, load: LoadConfig) -> ModelConfig:
+        """Options of loading the teacher, without dropout."""
+        options = vars(load) | ({"base_bits": self.teacher_bits} if self.teacher_bits else {})
+        return ModelConfig(**options, model_name_or_path=self.teacher_model_name_or_path)
+
+    @property
+    def model_name(self) -> str | None:
+        return self.teacher_model_name_or_path
+
+    @property
+    def bits(self) -> int | None:
+        return self.teacher_bits
+
+    @property
+    def is_served(self) -> bool:
+        return self.server is not None
+
+    @property
+    def own_prompts(self) -> str:
+        return "" if self.teacher_system_prompt is None else "--teacher_system_prompt"
+
+    @property
+    def unweighed(self) -> str:
+        return "" if self.beta is None else f"--distill_loss {self.distill_loss}"
+
+    def check_reference(self, config: "RlhfConfig") -> None:
+        """Refuse distillation without a teacher, and a teacher without distillation.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        if config.reference is not self:
+            if given := sorted(config.given & set(type(self).__dataclass_fields__)):
+                raise ValueError(
+                    f"--{given[0]} is of --algorithm distill, not of {config.ppo.algorithm}: use "
+                    "that, or drop it"
+                )
+            return
+        if self.model_name is None and self.teacher_system_prompt is None:
+            raise ValueError(
+                "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a "
+                "system message with which the actor as it was is one"
+            )
+        share = f"--on_policy_share {self.on_policy_share:g}"
+        if self.on_policy_share < 1 and (config.is_scored or config.players):
+            raise ValueError(
+                f"{share} learns from answers of the data too, which reward functions, reward "
+                "models and environments do not score: drop one of them"
+            )
+        if self.on_policy_share < 1 and config.ppo.use_rollout_logprobs:
+            raise ValueError(
+                f"--use_rollout_logprobs is of responses that are drawn, and {share} takes some "
+                "from the data: leave one of them out"
+            )
+        if self.model_name is None and self.teacher_bits is not None:
+            raise ValueError(
+                f"--teacher_bits {self.teacher_bits} needs --teacher_model_name_or_path: the actor "
+                "as it was has the actor's bits"
+            )
+        if self.server is not None:
+            if "engines" not in installed():
+                raise ValueError(
+                    "--teacher_model_name_or_path of a server needs the add-on engines, which is "
+                    "not installed"
+                )
+            name, allowed = "teacher_model_name_or_path", "the address of a server, such as "
+            allowed += "http://127.0.0.1:8000/v1, or a model"
+            require(is_address(self.server[0]), name, self.model_name, allowed)
+            if config.batch.temperature != 1:
+                raise ValueError(
+                    f"--temperature {config.batch.temperature:g} is also of the teacher's "
+                    f"log-probabilities, which the server {self.server[0]} gives at 1: leave it out"
+                )
+
+    def logit_bytes(self, config: "RlhfConfig") -> int | None:
+        """Of tables in fp32, as torch's profiler counts them.
+
+        They are those of both models, their logarithms, and what the backward pass makes.
+        """
+        if self.beta is None:
+            return None
+        return 4 * (9 + 4 * (0 < self.beta < 1) + 3 * config.ppo.has_entropy_bonus)
