@@ -224,7 +224,7 @@ def test_options_that_a_served_teacher_has_not_are_refused(argv, words):
 
 
 def test_a_served_teacher_is_refused_without_the_add_on_that_asks_servers(monkeypatch):
-    monkeypatch.setattr("dschat_lora.addons.distill.config.installed", dict)
+    monkeypatch.setattr("dschat_lora.addons.distill.options.installed", dict)
     argv = f"--teacher_model_name_or_path http://a:1 --distill_loss {SHORT['distill_loss']}"
     with pytest.raises(ValueError, match="of a server needs the add-on engines, which is not in"):
         check_rlhf(parse_config(DistillConfig, argv.split()))
