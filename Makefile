@@ -17,7 +17,8 @@ CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.version_info >= tuple(map(int, "$(
 	sys.exit("error: Python $(OLDEST) or later is needed, $(PYTHON) is " + sys.version.split()[0] + \
 	"; PYTHON=python$(OLDEST) behind make chooses another")'
 MATHEMATICS = $(addprefix tests/,algos checkpoint generation lora models \
-	api/test_trainer_processes.py engine/test_peft_loop.py engine/test_trajectories.py addons/nlg/test_beam_search.py)
+	engine/test_peft_loop.py engine/test_trajectories.py addons/nlg/test_beam_search.py \
+	addons/trainer/test_trainer_processes.py)
 # a file goes to one process, so that what its tests share is made once
 PYTEST = python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # PyPI's torch is built for CUDA 13.0, which needs driver 580 and a card of compute capability 7.5;
