@@ -95,6 +95,15 @@ def write_prompts(path, count, *, longest=14, seed=0, chat=False):
     return write_jsonl(Path(path), rows)
 
 
+def write_inputs(home, *, chat=False):
+    """An actor, its prompts and held-out ones in a directory; the options that name them."""
+    models = save_family("opt", home / "opt", layers=1)
+    write_prompts(home / "prompts.jsonl", 24, chat=chat)
+    write_prompts(home / "held.jsonl", 3, seed=1, chat=chat)
+    argv = ["--actor_model_name_or_path", models["actor"], "--data_path", home / "prompts.jsonl"]
+    return [*argv, "--eval_data_path", home / "held.jsonl"]
+
+
 def write_texts(path, count):
     """Pretraining text."""
     rows = [{"text": f"this is text {n}, of some letters: " + "ab" * (n % 7)} for n in range(count)]

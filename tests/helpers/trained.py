@@ -1,6 +1,7 @@
 """Adapters that change what the bundled model says, and verbs that read them."""
 
 import peft
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,3 +95,15 @@ class Verbs:
         """The one line of an exit with code 2."""
         (line,) = self.run(*argv, code=2).err.splitlines()
         return line
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The directory of :func:`write_trained`."""
+    return write_trained(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def verb(home, monkeypatch, capsys):
+    """:class:`Verbs` in ``home``."""
+    return Verbs(home, monkeypatch, capsys)

@@ -11,22 +11,14 @@ from transformers import AutoModelForCausalLM
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.generation import sampling
 from dschat_lora.supervised import generate
-from helpers.trained import NEW_TOKENS, PROMPTS, Verbs, greedy, stock_policy, write_trained
+from helpers.trained import NEW_TOKENS, PROMPTS, greedy, home, stock_policy, verb
 
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return write_trained(tmp_path_factory.mktemp("runs"))
+__all__ = ["home", "verb"]
 
 
 @pytest.fixture(scope="module")
 def stock(home):
     return stock_policy(home)
-
-
-@pytest.fixture
-def verb(home, monkeypatch, capsys):
-    return Verbs(home, monkeypatch, capsys)
 
 
 def test_an_answer_that_cannot_be_drawn_is_left_out(verb, monkeypatch):

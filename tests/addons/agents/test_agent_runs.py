@@ -9,7 +9,7 @@ import pytest
 
 from addons.environments.test_environment_runs import weights_of, without_times
 from dschat_lora.addons.report.rollouts import read_rollouts
-from helpers.rlhf_course import save_family, write_prompts, write_turns_template
+from helpers.rlhf_course import write_inputs, write_turns_template
 
 pytestmark = pytest.mark.stage
 
@@ -36,24 +36,15 @@ KINDS = {
 def runs(ranks, tmp_path_factory):
     """``runs(kind)``: lines of metrics and rollouts, and the directory."""
     home = tmp_path_factory.mktemp("agents")
-    models = save_family("opt", home / "opt", layers=1)
-    write_prompts(home / "prompts.jsonl", 24, chat=True)
-    write_prompts(home / "held.jsonl", 3, seed=1, chat=True)
+    inputs = [*write_inputs(home, chat=True), "--chat_template", home / "turns.jinja"]
     write_turns_template(home / "turns.jinja")
-    paths = {
-        "actor_model_name_or_path": models["actor"],
-        "data_path": home / "prompts.jsonl",
-        "eval_data_path": home / "held.jsonl",
-        "chat_template": home / "turns.jinja",
-    }
 
     @cache
     def run(kind):
         size, options = KINDS[kind]
         out = home / kind
-        argv = [*ARGV, *options.split(), "--output_dir", out]
+        argv = [*ARGV, *options.split(), *inputs, "--output_dir", out]
         argv += ["--per_device_generation_batch_size", 8 // size]
-        argv += [each for name, path in paths.items() for each in (f"--{name}", path)]
         if kind == "resumed":
             run("branches")
             argv += ["--resume_from_checkpoint", home / "branches/checkpoints/step-00000002"]

@@ -4,26 +4,14 @@ import json
 import sys
 
 import pytest
-from audits import audit
+from audits import ROWS, audit, data
 
-__all__ = ["audit"]
-
-ROWS = [
-    {"prompt": "Hello", "completion": " good morning"},
-    {"prompt": "no answer"},
-]
-
-
-@pytest.fixture
-def data(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
+__all__ = ["audit", "data"]
 
 
 @pytest.mark.smoke
 def test_filtered_rows_are_in_the_counts_the_table_and_a_file(audit, tmp_path):
-    rows = [{"prompt": "What is held out?", "completion": " Yes"}, ROWS[0], ROWS[0], ROWS[1]]
+    rows = [{"prompt": "What is held out?", "completion": " Yes"}, ROWS[0], ROWS[0], ROWS[-1]]
     data, held_out, kept = (tmp_path / f"{name}.jsonl" for name in ("data", "eval", "kept"))
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     held_out.write_text(json.dumps({"prompt": "what is held out"}) + "\n")

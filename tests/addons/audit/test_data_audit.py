@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from audits import audit
+from audits import audit, data
 from transformers import AutoTokenizer
 
 from dschat_lora.addons.audit.config import AuditConfig
@@ -13,20 +13,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.report.texts import sample_text
 from helpers.attacks import MARKUP, Elements, has_control, seen
 
-__all__ = ["audit"]
-
-ROWS = [
-    {"prompt": "Hello", "completion": " good morning"},
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    {"prompt": "no answer"},
-]
-
-
-@pytest.fixture
-def data(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return path
+__all__ = ["audit", "data"]
 
 
 @pytest.mark.smoke

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dschat_lora.report.rollout_file import FILE
-from helpers.rlhf_course import save_family, write_prompts, write_turns_template
+from helpers.rlhf_course import save_family, write_inputs, write_turns_template
 from helpers.step1 import rollouts
 
 pytestmark = pytest.mark.stage
@@ -34,22 +34,13 @@ KINDS = {
 def runs(ranks, tmp_path_factory):
     """``runs[kind]``: lines of metrics and rollouts, and the directory."""
     home = tmp_path_factory.mktemp("environment")
-    models = save_family("opt", home / "opt", layers=1)
-    write_prompts(home / "prompts.jsonl", 24)
-    write_prompts(home / "held.jsonl", 3, seed=1)
+    inputs = [*write_inputs(home), "--critic_model_name_or_path", home / "opt" / "reward"]
+    inputs += ["--chat_template", home / "turns.jinja"]
     write_turns_template(home / "turns.jinja")
-    paths = {
-        "actor_model_name_or_path": models["actor"],
-        "critic_model_name_or_path": models["reward"],
-        "data_path": home / "prompts.jsonl",
-        "eval_data_path": home / "held.jsonl",
-        "chat_template": home / "turns.jinja",
-    }
     found = {}
     for kind, options in KINDS.items():
         out = home / kind
-        argv = [*ARGV, *options.split(), "--output_dir", out]
-        argv += [each for name, path in paths.items() for each in (f"--{name}", path)]
+        argv = [*ARGV, *options.split(), *inputs, "--output_dir", out]
         if kind.startswith("resumed"):
             earlier = home / ("turns" if kind == "resumed" else "objects")
             argv += ["--resume_from_checkpoint", earlier / "checkpoints" / "step-00000002"]

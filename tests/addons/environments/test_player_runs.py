@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.rlhf_course import save_family, write_prompts
+from helpers.rlhf_course import write_inputs
 from helpers.step1 import rollouts
 
 pytestmark = pytest.mark.stage
@@ -16,7 +16,6 @@ ARGV = """
     --eval_prompts 2 --eval_ratio 0 --actor_lora_learning_rate 5e-3 --stop_tokens e i n t a o
     --algorithm grpo --num_generations 2 --generation_batches 2 --log_rollouts 99
 """.split()
-PLAYER_MODULE = "helpers.players"
 PLAYERS = {
     "BetterOfTwo": "",
     "Hint": "--reward_function helpers.rlhf_course:vowels",
@@ -27,28 +26,14 @@ PLAYERS = {
 def runs(ranks, tmp_path_factory):
     """``runs[player, processes]``: lines of metrics, rows of rollouts, and tokens by rollout."""
     home = tmp_path_factory.mktemp("players")
-    models = save_family("opt", home / "opt", layers=1)
-    write_prompts(home / "prompts.jsonl", 24)
-    write_prompts(home / "held.jsonl", 3, seed=1)
-    paths = {
-        "actor_model_name_or_path": models["actor"],
-        "data_path": home / "prompts.jsonl",
-        "eval_data_path": home / "held.jsonl",
-    }
-    found = {}
+    inputs, found = write_inputs(home), {}
     for player, options in PLAYERS.items():
         for size in (1, 2):
             out = home / f"{player}{size}"
-            argv = [
-                *ARGV,
-                *options.split(),
-                "--environment",
-                f"helpers.players:{player}",
-            ]
-            argv += ["--output_dir", out]
+            argv = [*ARGV, *options.split(), *inputs, "--output_dir", out]
+            argv += ["--environment", f"helpers.players:{player}"]
             for name in ("generation", "training"):
                 argv += [f"--per_device_{name}_batch_size", 8 // size]
-            argv += [each for name, path in paths.items() for each in (f"--{name}", path)]
             report, *_ = ranks(size).run("helpers.rlhf_course:train_rlhf", argv=[*map(str, argv)])
             lines = json.loads(report["lines"])
             found[player, size] = SimpleNamespace(

@@ -10,22 +10,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.step1 import write_jsonl
-from helpers.trained import NEW_TOKENS, PAIRS, PROMPTS, Verbs, greedy, stock_policy, write_trained
+from helpers.trained import NEW_TOKENS, PAIRS, PROMPTS, greedy, home, stock_policy, verb
 
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return write_trained(tmp_path_factory.mktemp("runs"))
+__all__ = ["home", "verb"]
 
 
 @pytest.fixture(scope="module")
 def stock(home):
     return stock_policy(home)
-
-
-@pytest.fixture
-def verb(home, monkeypatch, capsys):
-    return Verbs(home, monkeypatch, capsys)
 
 
 @torch.no_grad()

@@ -8,17 +8,9 @@ from dschat_lora.addons.inspect.describe import InspectConfig, describe, inspect
 from dschat_lora.assets import BUNDLED_MODEL
 from helpers.attacks import ESCAPES, has_control, seen
 from helpers.step1 import write_adapter_config
-from helpers.trained import Verbs, write_trained
+from helpers.trained import home, verb
 
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return write_trained(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture
-def verb(home, monkeypatch, capsys):
-    return Verbs(home, monkeypatch, capsys)
+__all__ = ["home", "verb"]
 
 
 def test_inspect_says_what_an_adapter_is(verb, home):

@@ -8,17 +8,9 @@ from dschat_lora.addons.publish.config import PushConfig
 from dschat_lora.addons.publish.sharing import push_directory
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import CONFIG_FILE
-from helpers.trained import Verbs, write_trained
+from helpers.trained import home, verb
 
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return write_trained(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture
-def verb(home, monkeypatch, capsys):
-    return Verbs(home, monkeypatch, capsys)
+__all__ = ["home", "verb"]
 
 
 def test_push_says_what_it_would_upload(verb, home, monkeypatch):
