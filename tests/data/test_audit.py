@@ -192,6 +192,8 @@ def test_rows_are_counted_once_whatever_becomes_of_them(tmp_path, jsonl, case):
     assert audit.train_rows + audit.bad_rows == len(rows)
     used = {sample.row for sample in preview(config, tokenizer, **eos)}
     assert len(used) == audit.train_rows - audit.dropped_rows - audit.identical_rows
+    above = [audit.train_rows, *audit.longer_rows.values()]  # each row is of one length
+    assert above == sorted(above, reverse=True)
     (line,) = (each for each in audit.lines() if each.startswith("too long"))
     dropped, partly, truncated = expected[2:5]
     in_part = f"{partly} in part, " if partly else ""

@@ -24,6 +24,7 @@ from dschat_lora.models.loading import load_causal_lm, load_config, load_tokeniz
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import options_to_keep, settle
+from helpers.addons import of_addon
 from helpers.attacks import Payload, elsewhere, message
 from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl
 
@@ -86,7 +87,9 @@ def test_a_checkpoint_cannot_choose_functions(checkpoint, name):
     assert f"--{name} out.evil:score, which runs code" in message(resume, RlhfConfig)
 
 
-@pytest.mark.parametrize("name", ["data_output_path"])
+@pytest.mark.parametrize(
+    "name", ["data_output_path", *["tensorboard_path"] * len(of_addon("trackers.options"))]
+)
 def test_a_checkpoint_cannot_say_where_to_write(checkpoint, tmp_path, name, capsys):
     checkpoint(**{name: str(tmp_path / "home")})
     assert flatten(resume())[name] is None

@@ -98,7 +98,7 @@ def test_training_and_evaluation_compute_what_the_merged_copy_does(make):
         assert torch.equal(value, before[name])
     if "lora_A" in before:
         assert (merged.weight - layer.weight).abs().max() > 0.1
-        assert not layer.weight.requires_grad
+    assert not layer.weight.requires_grad
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in WRONG_THERE])
@@ -271,7 +271,10 @@ def test_rank_zero_gives_the_plain_layer_which_trains(make):
     layer = make(r=0)
     assert {name.removeprefix("conv.") for name in layer.state_dict()} <= {"weight", "bias"}
     assert all(p.requires_grad for p in layer.parameters())
-    layer(given(layer)).sum().backward()
+    x, theirs = given(layer), make(of=loralib, r=0)
+    theirs.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), theirs(x))
+    layer(x).sum().backward()
     assert layer.weight.grad is not None
 
 
@@ -285,6 +288,13 @@ def test_groups_that_do_not_add_up_are_refused():
 
 
 # ---------------------------------------------------------- what was wrong in loralib
+
+
+@pytest.mark.parametrize("name", WRONG_THERE)
+def test_l1_and_l2_some_convolutions_and_layers_without_a_group_failed(name):
+    layer = EVERY[name](loralib)
+    with pytest.raises((RuntimeError, AttributeError), match="shape .* is invalid for|lora_A"):
+        layer(given(layer))
 
 
 def test_l3_a_merged_linear_without_fan_in_fan_out_had_its_update_transposed():
@@ -324,7 +334,7 @@ def test_l6_and_l7_a_base_drifted_with_every_evaluation_or_with_factors_loaded_i
     weight = layer.weight.clone()
     for _ in range(10):
         layer.eval()
-        layer.load_state_dict(lora.lora_state_dict(layer), strict=False)
+        layer.load_state_dict(lora.lora_state_dict(filled(linear())), strict=False)
         layer.train()
     assert torch.equal(layer.weight, weight)
     exact = weight.double() + 1.5 * layer.lora_B.double() @ layer.lora_A.double()

@@ -174,6 +174,10 @@ def test_no_text_changes_the_markup():
     assert names[0] == names[1]
 
 
+def test_the_same_runs_give_the_same_report():
+    assert report_with("x") == report_with("x")
+
+
 def test_only_known_elements_and_attributes_appear():
     document = Document(report_with(ATTACK))
     assert {tag for tag, _ in document.elements} <= TAGS
