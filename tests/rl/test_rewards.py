@@ -109,6 +109,8 @@ def test_what_is_no_score_is_refused_by_name(found, words):
 def test_a_judge_is_named_by_its_own_option():
     with pytest.raises(ValueError, match="--judge_function mine:score returned 0 scores"):
         scored(lambda prompts, responses: [], option="judge_function")
+    with pytest.raises(ValueError, match="--judge_function mine:score returned inf"):
+        scored(lambda prompts, responses: [math.inf] * 3, option="judge_function")
 
 
 @pytest.mark.stage

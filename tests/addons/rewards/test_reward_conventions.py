@@ -88,6 +88,7 @@ def test_what_else_a_function_asks_for_must_be_there_or_have_a_default():
     function = made(lambda solution_str, level, answer=None, **more: float(level["n"] + len(more)))
     with pytest.raises(ValueError, match="mine:score asks for level; it may take"):
         function.check_columns(["answer"])
+    function.check_columns(["level"])
     row = json.dumps({"level": {"n": 1}}).encode()
     assert function([Response((5,), (6,), True, 0, row)])[0, 0] > 10  # all else there is
 
