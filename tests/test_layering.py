@@ -146,7 +146,7 @@ FLOORS = [
             "addon gymnasium mcp openenv options reasoning_gym verifiers",
         ),
         "addons.evaluation": Room(
-            "algos api commands config data engine generation models report"
+            "algos api config data engine generation models report"
             " rl.options rl.response rl.score runtime supervised",
             "lm_eval numpy",
             "addon config options python validation verbs",

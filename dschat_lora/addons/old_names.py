@@ -67,7 +67,7 @@ OLD_NAMES = {
     "pipeline.stages": "commands.stages addons.pipeline.placeholders addons.planning.published "
     "addons.planning.verbs",
     "pipeline.tune": "addons.planning.tune",
-    "pipeline.verbs": "commands.verbs addons.pipeline.verbs addons.planning.verbs "
+    "pipeline.verbs": "commands.verbs config.verbs addons.pipeline.verbs addons.planning.verbs "
     "addons.evaluation.verbs addons.report.verbs addons.inspect.verbs addons.audit.verbs "
     "addons.publish.verbs addons.loralib.verbs",
     **{

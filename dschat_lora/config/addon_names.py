@@ -12,6 +12,11 @@ class Names(NamedTuple):
     values: str = ""  # of options, as SEAM=NAME
     seams: str = ""  # of its own, under which others may provide too
 
+    def under(self, seam: str) -> list[str]:
+        """The ``values`` of a seam."""
+        pairs = (value.split("=") for value in self.values.split())
+        return [name for key, name in pairs if key == seam]
+
 
 # In the order of the help.
 ADDONS: Mapping[str, Names] = {

@@ -160,8 +160,7 @@ def provided_name(seam: str, value: str, *taken: str, shown: str = "") -> str:
     if name := found(provided(seam, *taken)):
         return name
     for addon, own in ADDONS.items():
-        pairs = (each.split("=") for each in own.values.split())
-        if addon not in installed() and found([name for key, name in pairs if key == seam]):
+        if addon not in installed() and found(own.under(seam)):
             shown = shown or f"--{seam} {value}"
             raise ValueError(f"{shown} is of the add-on {addon}, which is not installed")
     return ""
@@ -169,9 +168,8 @@ def provided_name(seam: str, value: str, *taken: str, shown: str = "") -> str:
 
 def value_names(seam: str) -> tuple[str, ...]:
     """The names under a seam, those of the package's add-ons that are not installed too."""
-    pairs = (each.split("=") for own in ADDONS.values() for each in own.values.split())
-    own = [name for key, name in pairs if key == seam]
-    return (*own, *(name for name in provided(seam) if name not in own))
+    own = (name for names in ADDONS.values() for name in names.under(seam))
+    return (*dict.fromkeys((*own, *provided(seam))),)
 
 
 def written_by_addons() -> list[str]:

@@ -383,12 +383,15 @@ class OptimConfig(ScheduleConfig):
         when=base_rate_note,
     )
     lora_learning_rate: float | None = of_adapters(
-        None, help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5"
+        None,
+        help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5",
+        replaces=("lora_lr_multiplier",),
     )
     lora_lr_multiplier: float | None = of_adapters(
         None,
         help="adapters train at this multiple of --learning_rate; measured best: about 10, up to "
         "15 in runs of 100 steps; to be cautious: 2 to 3",
+        replaces=("lora_learning_rate",),
     )
     expert_learning_rate: float | None = option(
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapters"
@@ -430,9 +433,12 @@ class ParallelConfig:
         None,
         help="ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0\nover "
         "processes; default: what --deepspeed_config says, where it is given",
+        replaces=("deepspeed_config",),
     )
     offload: bool = option(
-        False, help="keep optimizer state (and, at stage 3, weights) in host memory"
+        False,
+        help="keep optimizer state (and, at stage 3, weights) in host memory",
+        replaces=("deepspeed_config",),
     )
     offload_activations: bool = option(
         False,
@@ -456,7 +462,9 @@ class ParallelConfig:
         "rows; attention is exact over the whole of it",
     )
     deepspeed_config: str | None = option(
-        None, help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in'
+        None,
+        help='DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in',
+        replaces=("zero_stage", "offload"),
     )
     deepspeed: bool = classic(
         False,

@@ -1,15 +1,19 @@
-"""Options of the verbs that read models: merge and generate."""
+"""Options of the verbs that read models, merge and generate, and how a verb's are parsed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dschat_lora.config.addons import addon_options
 from dschat_lora.config.data import parse_columns
 from dschat_lora.config.groups import ModelConfig, require, require_numbers
-from dschat_lora.config.options import group, option
+from dschat_lora.config.options import group, option, parse_config
 from dschat_lora.config.stages import InferenceConfig
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 _TRAINED = (
     "output directory of a run, its adapter/ or model/, a checkpoint, or a hub name; it may stand "
     "first, without the option"
@@ -125,3 +129,18 @@ EXAMPLES: Mapping[str, str] = {
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl
   dschat-lora generate output/sft "Once upon a time" --do_sample --top_p 0.9""",
 }
+
+
+def parsed_config(
+    usage: str, config_class: type[ConfigT], argv: list[str], *more: str, examples: str
+) -> ConfigT:
+    """The options of a verb that reads a directory, whose name may stand first."""
+    first = next(iter(config_class.__dataclass_fields__))
+    return parse_config(
+        config_class,
+        argv,
+        description=config_class.__doc__,
+        program=f"dschat-lora {usage}",
+        examples=examples,
+        positionals=(first, *more),
+    )

@@ -127,10 +127,6 @@ class TrainEngine(Generic[NetworkT]):
     def eval(self) -> None:
         self._engine.eval()
 
-    def set_peak_rates(self, rates: Iterable[float]) -> None:
-        """Take other peak rates, one for each group, at the next :meth:`set_rates`."""
-        self._peak_rates = [*rates]
-
     def set_rates(self, factor: float) -> dict[str, float]:
         """Set every group to ``factor`` times its peak rate; returns the rates by group name."""
         groups = self.optimizer.param_groups

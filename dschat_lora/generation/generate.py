@@ -165,9 +165,7 @@ class Decoder:
         key = (sampling, keep_logprobs, limits is not None)
         fits = fits and (key not in self._responses or self._responses[key].capacity >= len(flat))
         if not (self._keeps and fits and known == self._weights):
-            slots = None if self._keeps else self._slots  # where nothing is recorded
             self.release()
-            self._slots = slots
         if key not in self._responses:
             self._responses[key] = Responses(
                 max(len(flat), self._largest[0] if self._keeps else 0),
@@ -194,21 +192,14 @@ class Decoder:
         return responses
 
     def _draw_in_slots(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Responses,
-        copies: int,
-        needed: int,
+        self, prompts: Sequence[Sequence[int]], responses: Responses, copies: int, needed: int
     ) -> None:
         if self._slots is None:
             self._slots = SlotRows(
-                self._model,
-                pad_id=self._pad_id,
-                retains=False,
-                record=self._record,
+                self._model, pad_id=self._pad_id, retains=False, record=self._record
             )
         rows, most_rows = self._slots, self._largest[0] or len(prompts)
-        rows.forget()  # weights may have changed
+        rows.forget()  # those of a call that failed
         if self._keeps:
             rows.reserve(*self._largest)
         with self._kernels():

@@ -84,16 +84,6 @@ _OF_THE_PROCESS = (
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "accept_changed_data"),
     *("dry_run", "verbose", "deepspeed"),
 )
-# Of these, one that is typed does away with the others.
-_RIVALS = (
-    {"lora_learning_rate", "lora_lr_multiplier"},
-    {"zero_stage", "deepspeed_config"},
-    {"offload", "deepspeed_config"},
-    {
-        *("data_dir", "train_file", "validation_file", "validation_mismatched_file"),
-        *("test_file", "test_mismatched_file"),
-    },
-)
 _MOST_ROWS = 2**20  # of a step; more are none that a run has
 _TURNS = {"rows_per_step": "a step", "responses": "an iteration"}
 _IDENTITY = {
@@ -404,9 +394,8 @@ def _inherited(
                 f"--resume_from_checkpoint {path} was made with --{name} {file}, by which "
                 f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
             )
-    replaced = {name for rivals in _RIVALS for name in rivals if rivals & now.keys()}
     typed = (field for name, (field, _) in option_fields(config_class) if name in now)
-    replaced = replaced.union(*(field.metadata["replaces"] for field in typed)) - now.keys()
+    replaced = set[str]().union(*(field.metadata["replaces"] for field in typed)) - now.keys()
     refused = {*options_that_run(config_class, "code", "object"), *elsewhere}
     for name in GONE.keys() & then.keys():
         if then[name] != GONE[name]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from dschat_lora.addons.agents.addon import ADDON, TIMED_OUT
 from dschat_lora.config.addons import check_needs
-from dschat_lora.config.groups import require, require_numbers
-from dschat_lora.config.held import is_in_module
+from dschat_lora.config.groups import require_numbers
 from dschat_lora.config.options import option
+from dschat_lora.rl.options.names import check_name
 from dschat_lora.runtime.checks import check_command, check_function, require_packages
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ class AgentOptions:
         require_numbers(self, ">= 1", "agent_max_calls")
         require_numbers(self, ">= 0", "agent_retries")
         if self.agent is not None:
-            usable = is_in_module(self.agent)
-            require(usable, "agent", self.agent, "module:function such as my_rewards:is_right")
+            check_name("agent", self.agent)
         require_numbers(self, "> 0", "agent_timeout")
 
     @property

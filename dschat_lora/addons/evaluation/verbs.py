@@ -2,7 +2,7 @@
 
 from dschat_lora.addons.evaluation.config import EvalConfig, ScoreConfig
 from dschat_lora.addons.evaluation.validation import check_eval, check_score
-from dschat_lora.commands.verbs import parsed_config
+from dschat_lora.config.verbs import parsed_config
 from dschat_lora.runtime.stage_main import ended_in_one_line, late
 
 EVAL_EXAMPLES = """examples:

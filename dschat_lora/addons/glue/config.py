@@ -82,11 +82,15 @@ TASKS: dict[str, GlueTask] = {
 
 # Their product with the number of processes stays on resuming, not each of them.
 _ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# Where rows come from: one that is typed on resuming does away with the others.
+_SOURCES = (
+    *("data_dir", "train_file", "validation_file", "validation_mismatched_file", "test_file"),
+    "test_mismatched_file",
+)
 # Options that may change on resuming; all others give the state of the Trainer its meaning.
 _FREE = frozenset(
     (
-        *("data_dir", "train_file", "validation_file", "validation_mismatched_file", "test_file"),
-        *("test_mismatched_file", *_ROWS, "bad_rows", "max_eval_samples", "pad_to_max_length"),
+        *(*_SOURCES, *_ROWS, "bad_rows", "max_eval_samples", "pad_to_max_length"),
         *("trust_remote_code", "do_train", "do_eval", "do_predict", "per_device_eval_batch_size"),
         *("eval_strategy", "eval_steps", "save_strategy", "save_steps", "save_total_limit"),
         *("logging_steps", "gradient_checkpointing", "dataloader_num_workers", "logging_dir"),
@@ -102,6 +106,7 @@ _AT_LEAST_ONE = (
     *("adapter_size", "seeds"),
 )
 of_lora = partial(option, when="apply_lora")
+of_rows = partial(option, replaces=_SOURCES)
 of_adapters = partial(option, when="apply_adapter")
 
 
@@ -122,14 +127,14 @@ class GlueConfig:
     task_name: TaskName = option(help="one of the nine GLUE tasks")
 
     # Data.
-    data_dir: str | None = option(
+    data_dir: str | None = of_rows(
         None, help="directory of GLUE's own train.tsv and dev.tsv; the hub's nyu-mll/glue if absent"
     )
-    train_file: str | None = option(None, help="rows to train on (.tsv .jsonl .csv .parquet)")
-    validation_file: str | None = option(None, help="rows to evaluate on; MNLI: the matched ones")
-    validation_mismatched_file: str | None = option(None, help="MNLI's mismatched rows")
-    test_file: str | None = option(None, help="rows of --do_predict")
-    test_mismatched_file: str | None = option(None, help="MNLI's mismatched rows of --do_predict")
+    train_file: str | None = of_rows(None, help="rows to train on (.tsv .jsonl .csv .parquet)")
+    validation_file: str | None = of_rows(None, help="rows to evaluate on; MNLI: the matched ones")
+    validation_mismatched_file: str | None = of_rows(None, help="MNLI's mismatched rows")
+    test_file: str | None = of_rows(None, help="rows of --do_predict")
+    test_mismatched_file: str | None = of_rows(None, help="MNLI's mismatched rows of --do_predict")
     bad_rows: Literal["stop", "skip"] = option(
         "stop", help="on a row that cannot be used: stop, or count it and go on"
     )

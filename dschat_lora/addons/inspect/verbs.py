@@ -2,23 +2,18 @@
 
 from dschat_lora.addons.inspect.describe import InspectConfig, inspect_directory
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.config.options import parse_config
 from dschat_lora.config.parser import Parser
+from dschat_lora.config.verbs import parsed_config
 from dschat_lora.report.terminal import log_once
+
+_INSPECT = """examples:
+  dschat-lora inspect output/sft
+  dschat-lora inspect output/sft/adapter --json"""
 
 
 def inspect(argv: list[str]) -> None:
     """Run ``dschat-lora inspect``."""
-    config = parse_config(
-        InspectConfig,
-        argv,
-        description=InspectConfig.__doc__,
-        program="dschat-lora inspect DIRECTORY",
-        examples="""examples:
-  dschat-lora inspect output/sft
-  dschat-lora inspect output/sft/adapter --json""",
-        positionals=("path",),
-    )
+    config = parsed_config("inspect DIRECTORY", InspectConfig, argv, examples=_INSPECT)
     if not inspect_directory(config):
         raise SystemExit(1)
 

@@ -21,6 +21,7 @@ from dschat_lora.config.options import (
     typed_options,
 )
 from dschat_lora.config.parser import OTHER, Parser
+from dschat_lora.config.verbs import parsed_config
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.stage_main import late
@@ -160,14 +161,7 @@ def doctor(argv: list[str]) -> None:
 
 def models(argv: list[str]) -> None:
     """Run ``dschat-lora models``."""
-    config = parse_config(
-        ModelsConfig,
-        argv,
-        description=ModelsConfig.__doc__,
-        program="dschat-lora models [MODEL]",
-        examples=MODELS_EXAMPLES,
-        positionals=("model_name_or_path",),
-    )
+    config = parsed_config("models [MODEL]", ModelsConfig, argv, examples=MODELS_EXAMPLES)
     if config.model_name_or_path is None:
         _show_families(as_json=config.json)
     elif not late("addons.planning.known_models:show_model")(config):

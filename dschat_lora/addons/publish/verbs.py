@@ -4,7 +4,7 @@ from functools import partial
 
 from dschat_lora.addons.publish.config import ExportConfig, PushConfig
 from dschat_lora.commands.launch import run_or_end
-from dschat_lora.commands.verbs import parsed_config
+from dschat_lora.config.verbs import parsed_config
 from dschat_lora.runtime.stage_main import late
 
 _PUSH = """examples:

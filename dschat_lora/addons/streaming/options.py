@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import require_numbers
 from dschat_lora.config.options import option
-from dschat_lora.data.readers import load_hub
-from dschat_lora.data.sources import Source
 
 if TYPE_CHECKING:
     from dschat_lora.addons.streaming.loader import StreamLoader
     from dschat_lora.addons.streaming.prompts import PromptStream
+    from dschat_lora.data.sources import Source
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,9 @@ class StreamingOptions:
     def at_once(self) -> tuple[int, str]:
         return self.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
 
-    def hub_rows(self, source: Source) -> Iterable[Mapping[str, Any]]:
+    def hub_rows(self, source: "Source") -> Iterable[Mapping[str, Any]]:
+        from dschat_lora.data.readers import load_hub
+
         return load_hub(source, streaming=True)
 
     def identity(self, *data: DataConfig | None) -> str:

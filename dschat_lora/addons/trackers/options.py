@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dschat_lora.addons.trackers.trackers import RunTracker, TensorBoard
 from dschat_lora.config.options import option
 from dschat_lora.config.parser import COMPATIBILITY, LOGGING
-from dschat_lora.report.log import Sink
 
 if TYPE_CHECKING:
     from dschat_lora.config.stages import StageConfig
+    from dschat_lora.report.log import Sink
 
 TrackerName = Literal["none", "tensorboard", "wandb", "trackio"]
 
@@ -69,8 +68,10 @@ class TrackerOptions:
         options: Any = config
         return replace(options, addons=replace(options.addons, trackers=own))
 
-    def sinks(self, directory: Path, options: Mapping[str, Any]) -> Sequence[Sink]:
+    def sinks(self, directory: Path, options: Mapping[str, Any]) -> "Sequence[Sink]":
         """The trackers of a run that writes to a directory, by all its options."""
+        from dschat_lora.addons.trackers.trackers import RunTracker, TensorBoard
+
         board = Path(self.tensorboard_path or directory / "tensorboard")
         return [
             TensorBoard(board) if name == "tensorboard" else RunTracker(name, directory, options)

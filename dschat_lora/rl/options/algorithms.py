@@ -55,8 +55,8 @@ of_correction = partial(option, when="rollout_correction or importance_cap")
 
 def is_users(name: str) -> bool:
     """Whether an algorithm is an object of the user's, or of another package."""
-    of_package = (each for addon in ADDONS.values() for each in addon.values.split())
-    return is_own("algorithm", name) and f"algorithm={name}" not in of_package
+    of_package = any(name in addon.under("algorithm") for addon in ADDONS.values())
+    return is_own("algorithm", name) and not of_package
 
 
 @dataclass(frozen=True)
