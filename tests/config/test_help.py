@@ -215,7 +215,8 @@ def test_help_of_a_word_that_nothing_has_says_so(monkeypatch, capsys):
 
 def test_sections_of_addons_and_of_compatibility_come_last_in_help_all(shown):
     whole = titles(shown("sft", "--help", "all"))
-    addons = [f"add-on {name}" for name in installed() if f"add-on {name}" in whole]
+    sections = {each.metadata["section"] for _, (each, _) in option_fields(SupervisedConfig)}
+    addons = [title for name in installed() if (title := f"add-on {name}") in sections]
     assert "add-on images" in addons or "images" not in installed()
     assert whole[-2 - len(addons) :] == ["other options", *addons, COMPATIBILITY]
     assert whole[-1] == titles(shown("rlhf", "--help", "all"))[-1] == COMPATIBILITY
