@@ -74,6 +74,8 @@ TEST = [
     "nbformat>=5.10,<6",
     "loralib>=0.1.2,<0.2",
     "hypothesis>=6.100,<7",
+    # kernels by its interpreter; on a GPU torch brings it along
+    "triton>=3.2,<4; platform_system == 'Linux'",
     "pytest>=8,<10",
     "pytest-cov>=5,<8",
     "pytest-xdist>=3.5,<4",

@@ -25,6 +25,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")  # else GLUE's command would start 
 # Tests of the tier "gpu" give it back to the processes they start.
 os.environ["DSCHAT_LORA_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, where a test has them run
 
 gc.disable()  # until everything is imported
 

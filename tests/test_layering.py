@@ -36,6 +36,7 @@ class Room(NamedTuple):
 FLOORS = [
     {
         "algos": Room(libraries="numpy torch", light="schedules"),
+        "kernels": Room(libraries="torch triton"),
         "config": Room(
             libraries="yaml",
             light="addon_names addons bundled classic data files groups held options other_names"

@@ -1,0 +1,48 @@
+"""Operators whose kernels on a GPU are written in Triton."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("dschat_lora", "DEF")
+ON_CPU = False  # run kernels on a CPU too, by Triton's interpreter, as their tests do
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels in Triton run on ``device``: NVIDIA's of compute capability 8 or more."""
+    if device.type != "cuda":
+        return ON_CPU and _has_triton()
+    capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return capable and _has_triton()
+
+
+def define(
+    schema: str, kernel: Callable[..., Any], *, plain: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """A new operator ``torch.ops.dschat_lora.NAME``, without a derivative.
+
+    Args:
+        schema: name, arguments and results, such as ``swiglu(Tensor gate, Tensor up) -> Tensor``;
+            one that writes into an argument marks it, ``Tensor(a!) out``.
+        kernel: launches one kernel on a GPU.
+        plain: computes the same by torch on a CPU, where :data:`ON_CPU` is not set.
+        fake: makes results of the right shapes and types, without values.
+    """
+
+    def on_cpu(*args: Any) -> Any:
+        return (kernel if ON_CPU else plain)(*args)
+
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CUDA")
+    _LIBRARY.impl(name, on_cpu, "CPU")
+    torch.library.register_fake(f"dschat_lora::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.dschat_lora, name).default
