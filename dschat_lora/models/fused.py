@@ -1,7 +1,8 @@
-"""RMSNorm and rotary embeddings in few kernels, where transformers has many operations."""
+"""RMSNorm, SwiGLU and rotary embeddings in few kernels, where transformers has many."""
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.lora.layers import LoraLinear, gated
+
 _AGREES = 1e-5  # relative error in fp32 that is rounding
+_GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # parts of an MLP
 _ROTARY = "apply_rotary_pos_emb"  # in the module of a model's attention
 
 
 def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
-    """Compute norms and rotations of a model by fewer kernels on a GPU, in training and decoding.
+    """Compute norms, MLPs and rotations by fewer kernels on a GPU, in training and decoding.
 
-    A class of norms, and a function that rotates, is replaced if it gives the same on random
-    numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded once
+    A class of norms or MLPs, and a function that rotates, is replaced if it gives the same on
+    random numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded once
     where it was rounded two or three times. The function that rotates is that of all models of the
     type in this process.
 
@@ -32,10 +37,12 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
     homes = {sys.modules.get(type(each).__module__, sys) for each in model.modules()}
     for module in model.modules():
         kind = type(module)
-        if "RMSNorm" not in kind.__name__ or module._parameters.get("weight") is None:
-            continue  # some of Gemma's have no weight
+        # Some norms of Gemma's have no weight.
+        is_norm = "RMSNorm" in kind.__name__ and module._parameters.get("weight") is not None
+        if not is_norm and not all(name in module._modules for name in _GATED):
+            continue
         if kind not in classes:
-            classes[kind] = _fused_norm(module, on_cpu)
+            classes[kind] = (_fused_norm if is_norm else _fused_mlp)(module, on_cpu)
         if (fused := classes[kind]) is not None:
             module.__class__ = fused
     found = [kind.__name__ for kind, fused in classes.items() if fused is not None]
@@ -76,6 +83,33 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
         if offsets[0]:  # as Gemma's
             return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _fused_mlp(mlp: Any, on_cpu: bool) -> type[nn.Module] | None:
+    """A class that computes ``down(silu(gate(x)) * up(x))`` as ``mlp`` does, which keeps less."""
+    kind = type(mlp)
+    x, gate, up, down = _numbers(4, 6, 6)
+    parts = {n: partial(F.linear, weight=w) for n, w in zip(_GATED, (gate, up, down), strict=False)}
+    probe: Any = nn.Module.__new__(kind)
+    vars(probe).update(vars(mlp), _modules=mlp._modules | parts)
+    try:
+        expected = kind.forward(probe, x)
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # one that takes more than a tensor
+    if not _agree((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, expected):
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if traced or not (runs_kernels(x.device) or (on_cpu and not x.is_cuda)):
+            output: Tensor = kind.forward(self, x)
+            return output
+        gate, x, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        if torch.is_grad_enabled() and type(down) is LoraLinear and "forward" not in vars(down):
+            return down(x, gate)  # type: ignore[no-any-return]
+        return down(gated(x, gate))  # type: ignore[no-any-return]
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
