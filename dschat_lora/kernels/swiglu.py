@@ -52,14 +52,18 @@ def _launch(
         kernel[grid](*read, *written, *steps, features, BLOCK=_BLOCK, **options)
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _plain(gate: Tensor, x: Tensor) -> Tensor:
-    return (F.silu(gate.float()) * x.float()).to(x.dtype)
+    return (F.silu(_wide(gate)) * _wide(x)).to(x.dtype)
 
 
 def _plain_backward(
     grad: Tensor, gate: Tensor, x: Tensor, product: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    z, factor, g = gate.float(), x.float(), grad.float()
+    g, z, factor = map(_wide, (grad, gate, x))
     sigmoid = z.sigmoid()
     silu = z * sigmoid
     made = (g * factor * sigmoid * (1 + z * (1 - sigmoid))).to(gate.dtype), (g * silu).to(x.dtype)

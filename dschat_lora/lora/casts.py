@@ -62,7 +62,7 @@ class FactorCasts:
             weight, width = layers[0].weight, layers[0].in_features
             down = layers[0].lora_A.new_empty(sum(ranks), width, dtype=value_dtype(weight))
             self._shared |= dict.fromkeys(layers, SharedInput(layers, down))
-            pairs = zip(layers, down.split(ranks), strict=True)
+            pairs = zip(layers, torch.split(down, ranks), strict=True)
             places |= {id(layer.lora_A): part for layer, part in pairs}
         dtypes = (value_dtype(layer.weight) for layer in self._layers for _ in range(2))
         for factor, dtype in zip(factors, dtypes, strict=True):

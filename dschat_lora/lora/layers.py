@@ -181,12 +181,14 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu(_rows(gate), _rows(x)).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         gate, x = ctx.saved_tensors
         if torch.is_grad_enabled():  # they are to be differentiated themselves
-            return torch.autograd.grad(F.silu(gate) * x, (gate, x), grad, create_graph=True)
-        made = swiglu_backward(_rows(grad), _rows(gate), _rows(x), None)
-        return made[0].view(x.shape), made[1].view(x.shape)
+            sigmoid = gate.sigmoid()
+            return grad * x * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+        return tuple(
+            y.view(x.shape) for y in swiglu_backward(_rows(grad), _rows(gate), _rows(x), None)
+        )
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -296,7 +298,7 @@ def _graph_of_gradients(
     matrix = values.t() if ctx.transposed else values
     read = x if gate is None else F.silu(gate) * x
     output = lora_linear_reference(read, matrix, None, lora_A, lora_B, ctx.scaling, keep)
-    inputs = {0: x, 1: weight, 3: lora_A, 4: lora_B, 11: gate}
+    inputs = {0: x, 1: weight, 3: lora_A, 4: lora_B, 11: x if gate is None else gate}
     chosen = {i: each for i, each in inputs.items() if ctx.needs_input_grad[i]}
     gradients: list[Tensor | None] = [None] * 12
     if chosen:

@@ -118,7 +118,7 @@ class _LorasOfOneInput(torch.autograd.Function):
         ctx.ranks = [len(first) for first in firsts]
         outputs = []
         for weight, bias, up, own in zip(
-            weights, biases, ups, inner.split(ctx.ranks, 1), strict=True
+            weights, biases, ups, torch.split(inner, ctx.ranks, 1), strict=True
         ):
             output = F.linear(rows, values_of(weight, x.dtype), bias).addmm_(own, up.t())
             outputs.append(torch.ops.aten._unsafe_view(output, [*x.shape[:-1], len(up)]))
@@ -138,7 +138,7 @@ class _LorasOfOneInput(torch.autograd.Function):
             return _graph_of_gradients(ctx, grad_outputs, x, weights, firsts, seconds)
         rows = x.reshape(-1, x.shape[-1])
         grad_inner, grad_x = torch.empty_like(inner), None
-        parts = zip(grad_inner.split(ctx.ranks, 1), inner.split(ctx.ranks, 1), strict=True)
+        parts = zip(*(torch.split(y, ctx.ranks, 1) for y in (grad_inner, inner)), strict=True)
         grads: list[list[Tensor | None]] = [[None] * n for _ in range(5)]
         for i, (own_grad, own) in enumerate(parts):
             grad = grad_outputs[i]
@@ -156,7 +156,7 @@ class _LorasOfOneInput(torch.autograd.Function):
         if grad_x is not None:
             grad_x = grad_x.addmm_(grad_inner, down).view(x.shape)
         if any(of_a):
-            grads[2] = [*product_as(firsts[0].dtype, grad_inner.t(), rows).split(ctx.ranks)]
+            grads[2] = [*torch.split(product_as(firsts[0].dtype, grad_inner.t(), rows), ctx.ranks)]
         return grad_x, None, None, None, *[gradient for kind in grads for gradient in kind]
 
 

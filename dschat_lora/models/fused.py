@@ -18,17 +18,18 @@ _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # parts of an MLP
 _ROTARY = "apply_rotary_pos_emb"  # in the module of a model's attention
 
 
-def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
+def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False, mlps: bool = True) -> list[str]:
     """Compute norms, MLPs and rotations by fewer kernels on a GPU, in training and decoding.
 
     A class of norms or MLPs, and a function that rotates, is replaced if it gives the same on
-    random numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded once
-    where it was rounded two or three times. The function that rotates is that of all models of the
-    type in this process.
+    random numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded
+    once where it was rounded two or three times. The function that rotates is that of all models
+    of the type in this process.
 
     Args:
         model: from transformers; changed in place, weights and their names are not.
         on_cpu: compute so on a CPU too, where it is hardly faster.
+        mlps: whether the GPU runs kernels in Triton, by which MLPs are computed.
 
     Returns:
         the names of what was replaced.
@@ -39,7 +40,7 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
         kind = type(module)
         # Some norms of Gemma's have no weight.
         is_norm = "RMSNorm" in kind.__name__ and module._parameters.get("weight") is not None
-        if not is_norm and not all(name in module._modules for name in _GATED):
+        if not is_norm and not (mlps and all(name in module._modules for name in _GATED)):
             continue
         if kind not in classes:
             classes[kind] = (_fused_norm if is_norm else _fused_mlp)(module, on_cpu)
@@ -84,7 +85,7 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
             return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return _replacing(kind, forward, keeps_least=not offsets[0])
 
 
 def _fused_mlp(mlp: Any, on_cpu: bool) -> type[nn.Module] | None:
@@ -108,10 +109,22 @@ def _fused_mlp(mlp: Any, on_cpu: bool) -> type[nn.Module] | None:
             return output
         gate, x, down = self.gate_proj(x), self.up_proj(x), self.down_proj
         if torch.is_grad_enabled() and type(down) is LoraLinear and "forward" not in vars(down):
-            return down(x, gate)  # type: ignore[no-any-return]
-        return down(gated(x, gate))  # type: ignore[no-any-return]
+            return down(x, gate)
+        return down(gated(x, gate))
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return _replacing(kind, forward, keeps_least=True)
+
+
+def _replacing(
+    kind: type[nn.Module], forward: Callable[..., Any], *, keeps_least: bool
+) -> type[nn.Module]:
+    """``kind`` with another forward pass.
+
+    One that ``keeps_least`` keeps its own inputs for the backward pass: of a norm in their type, of
+    an MLP outputs of gate and up, see :func:`dschat_lora.perf.memory.activation_bytes`.
+    """
+    own = {"forward": forward, "__module__": kind.__module__, "keeps_least": keeps_least}
+    return type(kind.__name__, (kind,), own)
 
 
 class _Rotate:
