@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dschat_lora.kernels.rotary import rotate, rotate_plain
 from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.layers import LoraLinear, gated
 
@@ -48,11 +49,11 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False, mlps: bool = T
             module.__class__ = fused
     found = [kind.__name__ for kind, fused in classes.items() if fused is not None]
     for home in homes:
-        rotate = vars(home).get(_ROTARY)
-        if rotate is not None and isinstance(rotate, _Rotate):
-            rotate.on_cpu |= on_cpu
-        elif rotate is not None and _is_rotation(rotate):
-            vars(home)[_ROTARY] = _Rotate(rotate, on_cpu)
+        function = vars(home).get(_ROTARY)
+        if function is not None and isinstance(function, _Rotate):
+            function.on_cpu |= on_cpu
+        elif function is not None and _is_rotation(function):
+            vars(home)[_ROTARY] = _Rotate(function, on_cpu)
         else:
             continue
         found.append(f"{home.__name__}.{_ROTARY}")
@@ -139,67 +140,46 @@ class _Rotate:
         alike = q.dtype == k.dtype == cos.dtype == sin.dtype
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]
         dim = rest[0] if rest else options.get("unsqueeze_dim", 1)
-        known = len(rest) <= 1 and not options.keys() - {"unsqueeze_dim"} and isinstance(dim, int)
+        known = len(rest) <= 1 and not options.keys() - {"unsqueeze_dim"} and dim in (1, 2)
         fits = alike and whole and known and cos.dim() == 3 and (q.is_cuda or self.on_cpu)
         if not fits or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self.plain(q, k, cos, sin, *rest, **options)
-        cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        if dim == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            rotate: Any = _Rotation.apply
-            return rotate(q, cos, sin), rotate(k, cos, sin)
-        both = _adjacent(q, k) if dim == 1 else None
-        if both is None:
-            return _rotated(q, cos, sin), _rotated(k, cos, sin)
-        queries, keys = torch.split(_rotated(both, cos, sin), [q.shape[1], k.shape[1]], dim=1)
-        return queries, keys
+            q, k = _Rotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+        else:
+            q, k = _turn(q, k, cos, sin, False)
+        return (q, k) if dim == 1 else (q.transpose(1, 2), k.transpose(1, 2))
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _turn(q, k, cos, sin, False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(grads[0], *ctx.saved_tensors, transposed=True), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *_turn(*grads, *ctx.saved_tensors, True), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False) -> Tensor:
-    """``x cos + (-x2, x1) sin``, of the halves x1 and x2 of the last dimension; or its transpose.
-
-    That is what a gradient takes: the other way round, each half by the sines of the other.
-    """
-    (x1, x2), (first, second) = x.chunk(2, -1), sin.chunk(2, -1)
-    output = x * cos
-    y1, y2 = output.chunk(2, -1)
-    to_first, to_second = (second, first) if transposed else (first, second)
-    y1.addcmul_(x2, to_first, value=1 if transposed else -1)
-    y2.addcmul_(x1, to_second, value=-1 if transposed else 1)
-    return output
+def _turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    by_plain = q.is_cuda and not runs_kernels(q.device)
+    outputs: tuple[Tensor, Tensor]
+    outputs = (rotate_plain if by_plain else rotate)(q, k, cos, sin, transposed)
+    return outputs
 
 
-def _adjacent(q: Tensor, k: Tensor) -> Tensor | None:
-    """(B, heads + key heads, T, D) view of both where they are parts of one product, else None."""
-    rows, heads, tokens, size = q.shape
-    row, _, token, _ = q.stride()
-    for x in (q, k):  # as they lie, but for dimensions of one entry
-        places = zip(x.shape, x.stride(), (row, size, token, 1), strict=True)
-        if any(count > 1 and step != expected for count, step, expected in places):
-            return None
-    beside = k.storage_offset() - q.storage_offset() == heads * size
-    if not beside or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
-        return None
-    return q.as_strided((rows, heads + k.shape[1], tokens, size), (row, size, token, 1))
-
-
-def _is_rotation(rotate: Callable[..., Any]) -> bool:
+def _is_rotation(function: Callable[..., Any]) -> bool:
     q, k = _numbers(2, 3, 5, 8), _numbers(2, 1, 5, 8)
     cos, sin = _numbers(2, 2, 5, 8)
     try:
-        expected = rotate(q, k, cos, sin)
-        pairs = zip((q, k), expected, strict=True)
-        return all(_agree(_rotated(x, cos[:, None], sin[:, None]), y) for x, y in pairs)
+        expected = function(q, k, cos, sin)
+        pairs = zip(rotate_plain(q, k, cos, sin, False), expected, strict=True)
+        return all(_agree(*pair) for pair in pairs)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False  # one with other arguments
 
