@@ -40,10 +40,8 @@ def test_one_item_is_made_ahead_and_no_more():
             yield number
 
     coming = one_ahead(items())
-    for taken in range(3):
-        next(coming)
-        assert asked.acquire(timeout=10)
-    asked.acquire(timeout=10)  # the one ahead
+    assert list(islice(coming, 3)) == [0, 1, 2]
+    assert all(asked.acquire(timeout=10) for _ in range(4))
     assert [number for number, _ in made] == [0, 1, 2, 3]
     coming.close()
     assert len(made) == 4
