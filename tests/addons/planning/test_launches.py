@@ -9,15 +9,10 @@ import torch
 
 from benchmarks.common import shapes
 from dschat_lora.addons.planning import launches
-from dschat_lora.addons.planning.launches import (
-    EFFICIENCY,
-    LAUNCH_SECONDS,
-    count_launches,
-    launch_advice,
-    micro_batch_advice,
-)
+from dschat_lora.addons.planning.launches import launch_advice, micro_batch_advice
 from dschat_lora.config.groups import LoadConfig, LoraConfig
 from dschat_lora.lora.model import apply_lora
+from dschat_lora.perf.launches import EFFICIENCY, LAUNCH_SECONDS, count_launches
 from dschat_lora.runtime.memory import TrainedModel
 from helpers.runs import engine_settings
 
