@@ -54,7 +54,6 @@ TARGET_DEVICE = "H200"
 TARGETS = {
     ("opt-1.3b", 128): 65_000,
     ("opt-6.7b", 128): 17_000,
-    ("llama-2-7b", 16): 18_000,
 }
 TABLE = {
     "case": "case",
