@@ -125,6 +125,7 @@ def train(
             compile_blocks(model)
         for _ in range(2):  # the first makes the optimizer's state
             watch.start()
+            resident = watch.live
             next(train_steps(engine, [batches], SUPERVISED, [1.0]))
         count, longest = max((b.input_ids.shape for b in batches), key=lambda s: s.numel())
         estimate = estimate_memory(
@@ -142,7 +143,8 @@ def train(
                 CUDA, length=longest, recomputes=recompute, sharded=zero_stage == 3
             ),
         )
-        return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
+        estimated = {"estimate": vars(estimate), "estimated": estimate.total}
+        return noted(watch) | {"resident": resident, **estimated}
 
 
 def train_on(
