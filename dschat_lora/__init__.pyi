@@ -247,7 +247,7 @@ def sft(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
@@ -471,7 +471,7 @@ def reward(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
@@ -709,7 +709,7 @@ def dpo(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
@@ -1109,7 +1109,7 @@ def rlhf(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
@@ -1529,7 +1529,7 @@ def distill(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage

@@ -161,7 +161,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_turn(*grads, *ctx.saved_tensors, True), None, None
+        (q, k), (cos, sin) = grads, ctx.saved_tensors
+        return *_turn(q, k, cos, sin, True), None, None
 
 
 def _turn(
