@@ -198,12 +198,14 @@ def load_causal_lm(
 
 def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """The model by few kernels, whose ``base_model`` is what lies below its head."""
+    from dschat_lora.models.fused import fuse_kernels, keep_plain
+
     if config.fused_kernels == "on" or (
         config.fused_kernels == "auto" and torch.cuda.is_available()
     ):
-        from dschat_lora.models.fused import fuse_kernels
-
         fuse_kernels(model, on_cpu=config.fused_kernels == "on")
+    elif config.fused_kernels == "off":
+        keep_plain(model)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
     return model
