@@ -31,6 +31,7 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
+from dschat_lora.models.fused import fuse_kernels, keep_plain
 from dschat_lora.models.option_checks import original_positions, position_limit
 from dschat_lora.models.stored_weights import check_whole, empty_parameters, load_parts
 
@@ -198,8 +199,6 @@ def load_causal_lm(
 
 def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """The model by few kernels, whose ``base_model`` is what lies below its head."""
-    from dschat_lora.models.fused import fuse_kernels, keep_plain
-
     if config.fused_kernels == "on" or (
         config.fused_kernels == "auto" and torch.cuda.is_available()
     ):
