@@ -171,6 +171,11 @@ def _attend_plain(
     """All of a row as the first of its parts."""
     parts, sums = _empty_parts(query, row_splits + tile_splits)
     columns, last = torch.arange(key.shape[2], device=key.device), last[:, None]
+    if tiles is not None:
+        holder, any_row = torch.arange(len(key)), tiles.amax(1, keepdim=True).expand_as(tiles)
+        holder[tiles[tiles >= 0]] = any_row[tiles >= 0]
+        of_tile = (columns < own[:, None])[:, None, :, None]
+        key, value = (torch.where(of_tile, store[holder], store) for store in (key, value))
     seen = (columns >= torch.maximum(first[:, None], last + 1 - window)) & (columns <= last)
     grouped = query.view(len(query), key.shape[1], -1, query.shape[2])
     # A row without columns attends to all instead, of which nothing is kept.
