@@ -58,7 +58,7 @@ def attend_own_columns(
         scale: multiplies the products of queries and keys.
     """
     rows, heads, most, _ = key.shape
-    fewest = 2 * processors(key.device)
+    fewest = 3 * processors(key.device) // 2  # as many bytes are then on their way as memory gives
     splits = splits_of(rows * heads, most, fewest), 0
     if columns.tiles is not None:
         splits = splits[0], splits_of(-(-rows // COPIES) * heads, most, fewest)
