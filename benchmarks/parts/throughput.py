@@ -37,6 +37,7 @@ from dschat_lora.perf.throughput import (
     ModelShape,
     device_peak,
     measured_peak,
+    synchronize,
 )
 from dschat_lora.supervised.loop import count
 
@@ -262,6 +263,7 @@ def _timed_step(case: Case, meter: Meter, facts: ModelShape, *, held: int) -> No
     forget_peak()
     meter.start()
     if _step(case, batches):
+        synchronize(device())
         case.steps.append(meter.step(counts, extra=extra))
         case.updates.append(case.way.update.milliseconds)
         case.peak_bytes = max(case.peak_bytes, peak_bytes() - (held if _on_gpu() else 0))

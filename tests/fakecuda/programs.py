@@ -1,13 +1,16 @@
 """What is run on the fake device; each returns what was noted, ready for JSON."""
 
 import contextlib
+import json
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 import warnings
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import bitsandbytes  # noqa: F401 - binds what torch has of CUDA as it is imported
@@ -19,7 +22,7 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
 from benchmarks.parts.tensor_memory import divided_among
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
@@ -31,10 +34,13 @@ from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.blocks import compile_blocks, offload_inputs, recompute_blocks
 from dschat_lora.models.loading import share_parameters
 from dschat_lora.perf.memory import estimate_memory
-from dschat_lora.supervised.loop import train_steps
+from dschat_lora.perf.throughput import Meter
+from dschat_lora.report.log import RunLog
+from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
 from helpers.addons import of_addon
+from helpers.runs import NoKeeper, loader
 
 CUDA = torch.device("cuda", 0)
 
@@ -43,6 +49,7 @@ def noted(watch):
     """What the watch has counted."""
     return {
         "waits": {f"{what}  {line}": n for (what, line), n in watch.waits.most_common()},
+        "late_reads": dict(watch.late_reads),
         "products": {f"{name} {dtype}": n for (name, dtype), n in watch.products.items()},
         "moved": [[*key, watch.collectives[key], count] for key, count in watch.moved.items()],
         "copied": dict(watch.copied),
@@ -136,6 +143,55 @@ def train(
             ),
         )
         return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
+
+
+def train_on(
+    shape,
+    *,
+    layers,
+    steps,
+    dtype="bf16",
+    card="h200",
+    zero_stage=0,
+    world_size=1,
+    save_interval=0,
+):
+    """What a run of so many steps waits for, from its first step to its end, where it evaluates."""
+    size = replace(shapes.SHAPES[shape], num_layers=layers, rows=4, row_length=512, max_sample=512)
+    with (
+        fake_cuda(card, world_size=world_size) as watch,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        watch.truth = False
+        model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA)
+        model.train()
+        engine = make_engine(
+            model, dtype=dtype, zero_stage=zero_stage, rows=2, accumulation_steps=2
+        )
+        samples = [sample for row in shapes.full_rows(size) for sample in row] * steps
+        source = loader(samples, micro=2, accumulation=2)
+        optim = OptimConfig(max_steps=steps)
+        saved, progress = [], TrainProgress()
+        keeper = NoKeeper()
+        keeper.is_due = lambda step: save_interval and step % save_interval == 0
+        keeper.after_step = lambda step, *_, **__: saved.append(step)
+        with RunLog(Path(directory), active=True) as log:
+            fit(
+                engine,
+                source,
+                SUPERVISED,
+                make_train_schedule(optim, RunConfig(), source.steps_per_epoch),
+                progress=progress,
+                rate_factor=lambda step: 1.0,
+                seed=1,
+                checkpointer=keeper,
+                meter=Meter(None, gradient_checkpointing=False, world_size=1, device=CUDA),
+                log=log,
+                evaluate_at=lambda step: step or watch.start(),
+            )
+        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+        told = [json.loads(line)["step"] for line in lines]
+        return noted(watch) | {"steps": told, "saved": saved}
 
 
 def decode(
