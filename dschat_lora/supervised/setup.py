@@ -38,6 +38,7 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.option_checks import check_divided_rows
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.runtime.graphs import plan_graphs, record_training
 from dschat_lora.runtime.memory import (
     MemoryPlan,
     advice,
@@ -82,6 +83,7 @@ class SupervisedSetup:
     run: OpenRun[SupervisedConfig]
     phase: int  # of --data_split
     kind: DataKind
+    recorded: bool = False  # whether passes of training run as CUDA graphs
 
 
 def set_up(
@@ -154,8 +156,11 @@ def set_up(
         free=free,
     )
     run = replace(run, config=config)
-    plan = memory_plan_of(adapted, config, settings)
-    _describe(config, settings, adapted, run, plan)
+    one = {"model": trained_model(adapted, config, settings)}
+    plan, recorded = plan_graphs(
+        memory_plan_of(adapted, config, settings), one, config.model, free=free
+    )
+    _describe(config, settings, adapted, run, plan, recorded=bool(recorded))
     identity: dict[str, Any] = {}
     if run.directory is not None:
         facts = (adapted, config, settings)
@@ -165,7 +170,17 @@ def set_up(
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
     return SupervisedSetup(
-        config, source, tokenizer, data, settings, adapted, identity, run, phase, kind
+        config,
+        source,
+        tokenizer,
+        data,
+        settings,
+        adapted,
+        identity,
+        run,
+        phase,
+        kind,
+        recorded=bool(recorded),
     )
 
 
@@ -188,6 +203,8 @@ def _describe(
     adapted: AdaptedModel,
     run: OpenRun[SupervisedConfig],
     plan: MemoryPlan | None,
+    *,
+    recorded: bool,
 ) -> None:
     """Show and record parameter counts, compute type, ZeRO stage and the need of memory."""
     total = num_elements(adapted.model.parameters())
@@ -216,7 +233,9 @@ def _describe(
         )
         run.record.update({"memory": plan.to_dict()})
     one = trained_model(adapted, config, settings)
-    if device_type() == "cuda" and (words := advice("launches", one, config.model)):
+    if recorded:
+        run.log.say("  note         passes of training below the head run as CUDA graphs")
+    elif device_type() == "cuda" and (words := advice("launches", one, config.model)):
         run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
@@ -234,4 +253,6 @@ def build_engine(setup: SupervisedSetup, network: ModuleT) -> TrainEngine[Module
     engine = TrainEngine(network, groups, setup.settings)
     if setup.config.model.compile:
         compile_blocks(setup.adapted.model)
+    if setup.recorded:
+        record_training(network, setup.adapted.model)
     return engine

@@ -9,14 +9,12 @@ from transformers import AutoModelForSequenceClassification
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models import attention, training_graphs
 from dschat_lora.models import backbone as backbone_module
-from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.models.training_graphs import Shape, TrainingGraphs, shape_of
+from dschat_lora.models.training_graphs import TrainingGraphs
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from helpers.iterations import ragged_responses
