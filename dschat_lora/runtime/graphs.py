@@ -16,7 +16,7 @@ from dschat_lora.models.cuda_graphs import cuda_graphs
 from dschat_lora.models.training_graphs import TrainingGraphs
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.throughput import device_peak
-from dschat_lora.runtime.memory import MemoryPlan, TrainedModel
+from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, advice
 
 # Compute capabilities on which torch multiplies experts' rows without reading how many each has.
 _GROUPED = ((9, 0), (10, 0))
@@ -58,17 +58,29 @@ def plan_graphs(
         peak = None
         if device_type() == "cuda" and planned_varlen() is None:
             peak = device_peak(device(), each.settings.torch_dtype)
-        if not takes_graphs(each, load, peak=peak):
-            continue
-        more = plan
-        with suppress(ValueError):
-            if plan is not None:
-                more = replace(plan, graphs=plan.graphs + each.estimated().activations)
-        fits = more is None or more.peak <= USABLE * free
-        if fits or load.training_graphs == "on":
-            plan = more
-            taken.append(name)
+        if takes_graphs(each, load, peak=peak):
+            more = keeping_graphs(plan, each)
+            if more is None or more.peak <= USABLE * free or load.training_graphs == "on":
+                plan = more
+                taken.append(name)
     return plan, taken
+
+
+def keeping_graphs(plan: MemoryPlan | None, trained: TrainedModel) -> MemoryPlan | None:
+    """The plan with the activations that graphs of a model keep.
+
+    A pass of a shape that is not recorded has its own beside them.
+    """
+    if plan is None:
+        return None
+    return replace(plan, training=plan.training + trained.estimated().activations)
+
+
+def launches_note(trained: TrainedModel, load: LoadConfig, *, recorded: bool) -> str | None:
+    """What the log says of launching kernels on a GPU."""
+    if recorded:
+        return "passes of training below the head run as CUDA graphs (--training_graphs)"
+    return advice("launches", trained, load) if device_type() == "cuda" else None
 
 
 def record_training(network: nn.Module, model: nn.Module) -> None:

@@ -149,23 +149,22 @@ class MemoryPlan:
 
     weights: int  # of all models, each shared tensor once
     separate_weights: int  # what models would take that share no tensors
-    training: int  # gradients and optimizer state, and a moving average
+    training: int  # gradients and optimizer state, a moving average, and memory of CUDA graphs
     update: int  # activations and a chunk of logits, for full rows; what ZeRO 3 gathers
     cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
     keeps_cache: bool = False  # while weights are updated
     host: int = 0  # inputs of recomputed blocks, which are on the host
-    graphs: int = 0  # activations that CUDA graphs of training keep, beside those of other passes
 
     @property
     def peak(self) -> int:
         """The most at a time: decoding and updating take turns."""
         kept = self.cache if self.keeps_cache else 0
-        return max(self.updating + kept, self.weights + self.training + self.graphs + self.cache)
+        return max(self.updating + kept, self.weights + self.training + self.cache)
 
     @property
     def updating(self) -> int:
         """The most during an update, which recomputed activations reduce."""
-        return self.weights + self.training + self.graphs + self.update
+        return self.weights + self.training + self.update
 
     def line(self) -> str:
         """The plan of several models in words, for the log."""

@@ -9,7 +9,6 @@ from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
-from dschat_lora.engine.distributed import device_type
 from dschat_lora.lora.rates import (
     adapter_learning_rate,
     parameter_groups,
@@ -38,10 +37,9 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.option_checks import check_divided_rows
 from dschat_lora.models.source import ModelSource, find_model
-from dschat_lora.runtime.graphs import plan_graphs, record_training
+from dschat_lora.runtime.graphs import launches_note, plan_graphs, record_training
 from dschat_lora.runtime.memory import (
     MemoryPlan,
-    advice,
     estimate_memory_of,
     explaining_memory,
     free_memory,
@@ -233,9 +231,7 @@ def _describe(
         )
         run.record.update({"memory": plan.to_dict()})
     one = trained_model(adapted, config, settings)
-    if recorded:
-        run.log.say("  note         passes of training below the head run as CUDA graphs")
-    elif device_type() == "cuda" and (words := advice("launches", one, config.model)):
+    if words := launches_note(one, config.model, recorded=recorded):
         run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
