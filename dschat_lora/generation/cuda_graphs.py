@@ -36,10 +36,11 @@ class RecordedSteps:
     Args:
         record: turns a step of one shape into its replay, as what :func:`graphs_for` returns does;
             None runs every step anew.
+        of: what the steps do, for a warning where they cannot be recorded.
     """
 
-    def __init__(self, record: Record | None) -> None:
-        self._record = record
+    def __init__(self, record: Record | None, *, of: str = "decoding") -> None:
+        self._record, self._of = record, of
         self._recorded: dict[Hashable, Step] = {}
         self._tried: set[Hashable] = set()
 
@@ -73,6 +74,6 @@ class RecordedSteps:
 
     def _give_up(self, reason: str | None = None) -> None:
         if reason is not None:
-            warnings.warn(f"decoding without CUDA graphs, more slowly: {reason}", stacklevel=2)
+            warnings.warn(f"{self._of} without CUDA graphs, more slowly: {reason}", stacklevel=2)
         self._record = None
         self.forget()

@@ -15,8 +15,8 @@ from dschat_lora.models.backbone import Backbone, BackboneModel, recurrent_layer
 from dschat_lora.models.cuda_graphs import cuda_graphs
 from dschat_lora.models.training_graphs import TrainingGraphs
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.perf.throughput import device_peak
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, advice
+from dschat_lora.runtime.micro_batches import peak_here
 
 # Compute capabilities on which torch multiplies experts' rows without reading how many each has.
 _GROUPED = ((9, 0), (10, 0))
@@ -55,10 +55,7 @@ def plan_graphs(
                 raise ValueError(f"--training_graphs on: {reason}; use auto or off")
     taken: list[str] = []
     for name, each in models.items():
-        peak = None
-        if device_type() == "cuda" and planned_varlen() is None:
-            peak = device_peak(device(), each.settings.torch_dtype)
-        if takes_graphs(each, load, peak=peak):
+        if takes_graphs(each, load, peak=peak_here(each.settings.torch_dtype)):
             more = keeping_graphs(plan, each)
             if more is None or more.peak <= USABLE * free or load.training_graphs == "on":
                 plan = more

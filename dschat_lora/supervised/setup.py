@@ -46,6 +46,7 @@ from dschat_lora.runtime.memory import (
     memory_plan_of,
     trained_model,
 )
+from dschat_lora.runtime.micro_batches import StepCosts, peak_here, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -57,7 +58,6 @@ from dschat_lora.runtime.setup import (
     prepare_to_compile,
     read_training_data,
     record_models,
-    resolve_recomputation,
     say_coverage,
     shard_model,
     state_identity,
@@ -122,13 +122,7 @@ def set_up(
         config = replace(config, optim=_ruled(config, model_config, run))
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, base=source.base)
-    settings = engine_settings(
-        config,
-        dtype=config.model.dtype,
-        zero_stage=config.parallel.zero_stage,
-        micro_batch_size=config.batch.per_device_train_batch_size,
-    )
-    free = free_memory()
+    settings, free = model_settings(config), free_memory()
     build = build_causal_lm
     if task == "SEQ_CLS":
         build = build_reward_model
@@ -143,21 +137,17 @@ def set_up(
         group=group,
     )
     attach_media(adapted, data.media)
-    option, asked = "gradient_checkpointing", config
-    config = resolve_recomputation(
-        run,
-        {option: adapted.model},
-        with_options=lambda on: replace(
-            asked, model=replace(asked.model, gradient_checkpointing=option in on)
-        ),
-        estimate=lambda config: estimate_memory_of(adapted, config, settings),
-        free=free,
+    costs = StepCosts[SupervisedConfig](
+        need=lambda config: estimate_memory_of(adapted, config, model_settings(config)),
+        trained=lambda config: [trained_model(adapted, config, model_settings(config))],
+        peak=peak_here(settings.torch_dtype),
     )
-    run = replace(run, config=config)
+    models = {"gradient_checkpointing": adapted.model}
+    config = resolve_step(run, models, config, costs, free=free)
+    run, settings = replace(run, config=config), model_settings(config)
     one = {"model": trained_model(adapted, config, settings)}
-    plan, recorded = plan_graphs(
-        memory_plan_of(adapted, config, settings), one, config.model, free=free
-    )
+    plan = memory_plan_of(adapted, config, settings)
+    plan, recorded = plan_graphs(plan, one, config.model, free=free)
     _describe(config, settings, adapted, run, plan, recorded=bool(recorded))
     identity: dict[str, Any] = {}
     if run.directory is not None:
@@ -179,6 +169,16 @@ def set_up(
         phase,
         kind,
         recorded=bool(recorded),
+    )
+
+
+def model_settings(config: SupervisedConfig) -> EngineSettings:
+    """How the engine of the model is built."""
+    return engine_settings(
+        config,
+        dtype=config.model.dtype,
+        zero_stage=config.parallel.zero_stage,
+        micro_batch_size=config.batch.per_device_train_batch_size,
     )
 
 

@@ -247,6 +247,31 @@ def decode(
         return found
 
 
+def refill(shape, *, layers, rows=8, requests=24, copies=4, new_tokens=48, calls=3):
+    """The last of some calls of one decoder with more requests than rows, and sizes of joins."""
+    size = replace(shapes.SHAPES[shape], num_layers=layers)
+    with fake_cuda("h200") as watch:
+        watch.truth = False
+        model = shapes.random_model(size, dtype=torch.bfloat16, device=CUDA).eval()
+        largest, joined, join = (rows, 100 + new_tokens), [], SlotRows.join
+        decoder = Decoder(model, eos_ids=[2], pad_id=1, device=device(), largest=largest)
+        groups = range(0, requests, copies)
+        prompts = [[4 + n] * (100 - n % 40) for n in groups]
+        limits = [1 + (17 * n + 4) % new_tokens for n in groups]
+        seeds = [[n + copy for copy in range(copies)] for n in groups]
+
+        def note(slots, prompts, *rest):
+            joined.append(len(prompts))
+            return join(slots, prompts, *rest)
+
+        with mock.patch.object(SlotRows, "join", note):
+            for _ in range(calls):
+                watch.start()
+                joined.clear()
+                decoder(prompts, Sampling(new_tokens), seeds=seeds, limits=limits)
+        return noted(watch) | {"joined": joined}
+
+
 def serve(shape, *, layers, card="h200", adapters=2, steps=40):
     """Steps of three requests, of which the first leaves after ten, with as many adapters."""
     size = replace(shapes.SHAPES[shape], num_layers=layers)

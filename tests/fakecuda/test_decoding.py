@@ -89,6 +89,24 @@ def test_cudnn_plans_attention_of_steps_and_where_it_is_asked_for_of_prompts(fak
     assert found == [[1, 128], [1, 256], [64, 64], [128, 128], [192, 192], [248, 248]]
 
 
+@pytest.mark.parametrize("copies", [4, 1][: 2 if ALL else 1])
+def test_rows_are_refilled_by_replays_and_the_host_waits_for_its_looks_alone(fake_device, copies):
+    few, many = (
+        fake_device.run("fakecuda.programs:refill", shape="opt-1.3b", layers=layers, copies=copies)
+        for layers in (2, 24 if ALL else 3)
+    )
+    for found in (few, many):
+        assert [place.split()[-1] for place in found["waits"]] == ["drawn"]
+        assert found["graphs"] == 0
+        assert min(found["joined"][:-1]) >= 8 // 4
+    looks = sum(many["waits"].values())
+    # One for each join where tokens run out at once, and those of every 16 tokens between.
+    assert len(many["joined"]) <= looks <= len(many["joined"]) + 15
+    # All that layers do is recorded, but once a call for two factors and a bias of six linear ones.
+    more = (24 if ALL else 3) - 2
+    assert many["launches"] - few["launches"] == 6 * 3 * more
+
+
 @of_the_whole
 @pytest.mark.thorough
 def test_requests_that_come_and_go_replay_steps(fake_device):

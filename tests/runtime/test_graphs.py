@@ -91,9 +91,7 @@ def test_a_gpu_without_the_kernel_of_sequences_takes_none():
 
 
 def test_auto_takes_graphs_where_their_memory_fits_too(monkeypatch):
-    monkeypatch.setattr(graphs, "planned_varlen", lambda: None)
-    monkeypatch.setattr(graphs, "device_peak", lambda *of: H200)
-    monkeypatch.setattr(graphs, "obstacle", lambda *of: None)
+    monkeypatch.setattr(graphs, "peak_here", lambda dtype: H200)
     one = trained("opt-1.3b", layers=2, rows=1)
     plan, kept = plan_memory([one]), one.estimated().activations
     enough = (plan.peak + kept) / 0.9
