@@ -238,7 +238,7 @@ def sft(
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
@@ -464,7 +464,7 @@ def reward(
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
@@ -704,7 +704,7 @@ def dpo(
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
@@ -978,7 +978,7 @@ def rlhf(
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
@@ -990,7 +990,7 @@ def rlhf(
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         trust_remote_code (bool): run model code that comes with a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
         eot_token (str): end-of-text token of --add_eot_token
@@ -1401,7 +1401,7 @@ def distill(
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
@@ -1413,7 +1413,7 @@ def distill(
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         trust_remote_code (bool): run model code that comes with a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
         eot_token (str): end-of-text token of --add_eot_token
@@ -1974,7 +1974,7 @@ class Trainer(_Trainer):
             per_device_eval_batch_size (int): rows per device in evaluation
             base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
             zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-            gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+            gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
             deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
             dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
             offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on

@@ -191,7 +191,8 @@ class ModelConfig(LoadConfig):
     gradient_checkpointing: Switch = option(
         "auto",
         help="recompute activations to save memory; auto: where they would not fit\nin the "
-        "backward pass, instead of keeping them; without a value on; auto goes by an estimate",
+        "backward pass, instead of keeping them; without a value on; auto goes by an estimate, and "
+        "on a GPU divides micro-batches whose size is not given, where that is faster",
         section=PROCESSES,
     )
     dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
