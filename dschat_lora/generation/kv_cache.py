@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_lora.kernels import support
+from dschat_lora.kernels.attention import MOST_SIZE, OwnColumns, attend_own_columns
 from dschat_lora.models.backbone import attends, attention_windows, cache_argument, recurrent_layers
 
 # Writes keys and values of a step into (rows, heads, columns, D) of each, in (rows,) columns.
@@ -21,6 +24,7 @@ WriteHeads = Callable[[Tensor, Tensor, Tensor], None]
 TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
 _BY_PRODUCTS, _ONE_TOKEN = "dschat_lora_decode", "dschat_lora_decode_one_token"
+_BY_KERNEL = "dschat_lora_decode_own_columns"
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Options of attention layers without effect where a mask is given, out of training.
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
@@ -315,7 +319,7 @@ def fast_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within, layers that use "sdpa" attend from few tokens as is best for their device.
 
     On a CPU that is by plain products: the fused kernel is made for many tokens, and took two to
-    ten times as long for one. On a GPU see :func:`attend_one_token`.
+    ten times as long for one. On a GPU see :func:`attend_by_kernel` and :func:`attend_one_token`.
     Masks must be given whole: transformers makes none for attention it does not know.
     """
     config, kind = model.config, model.device.type
@@ -324,12 +328,47 @@ def fast_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     name, attend = (_BY_PRODUCTS, attend_by_products) if on_cpu else (_ONE_TOKEN, attend_one_token)
+    if support.runs_kernels(model.device):
+        name, attend = _BY_KERNEL, partial(attend_by_kernel, attend)
     AttentionInterface.register(name, attend)
     try:
         config._attn_implementation = name
         yield
     finally:
         config._attn_implementation = "sdpa"
+
+
+def attend_by_kernel(
+    otherwise: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Attention of one token to the columns that its row's mask shows.
+
+    They come as the mask's attribute ``columns``, so that a model which adds to its mask, such as
+    a bias of positions, is served ``otherwise``; so are options that change more than a mask does.
+    Shapes are those of :func:`attend_by_products`.
+    """
+    columns: OwnColumns | None = getattr(attention_mask, "columns", None)
+    given = {name for name, option in options.items() if option is not None}
+    if columns is None or given - _WITHOUT_EFFECT or not _fits(query, key, value, columns):
+        return otherwise(module, query, key, value, attention_mask, scaling=scaling, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend_own_columns(query[:, :, 0], key, value, columns, scale=scale)[:, None], None
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, columns: OwnColumns) -> bool:
+    """Whether one token of each row attends to stores that are alike."""
+    rows, _, tokens, size = query.shape
+    alike = key.shape == value.shape and key.stride() == value.stride() and size <= MOST_SIZE
+    types = {query.dtype, key.dtype, value.dtype}
+    return tokens == 1 and alike and len(columns.last) == rows == len(key) and len(types) == 1
 
 
 def attend_one_token(
