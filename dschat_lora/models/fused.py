@@ -17,6 +17,17 @@ from dschat_lora.lora.layers import LoraLinear, gated
 _AGREES = 1e-5  # relative error in fp32 that is rounding
 _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # parts of an MLP
 _ROTARY = "apply_rotary_pos_emb"  # in the module of a model's attention
+_PLAIN = "plain_layers"  # attribute of a model and its copies
+
+
+def keep_plain(model: PreTrainedModel) -> None:
+    """Have a model's layers computed as transformers does, in decoding too."""
+    setattr(model, _PLAIN, True)
+
+
+def keeps_plain(model: nn.Module) -> bool:
+    """Whether :func:`keep_plain` was called."""
+    return bool(getattr(model, _PLAIN, False))
 
 
 def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False, mlps: bool = True) -> list[str]:

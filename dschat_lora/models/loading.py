@@ -33,6 +33,7 @@ from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
+from dschat_lora.models.fused import fuse_kernels, keep_plain
 from dschat_lora.models.option_checks import original_positions, position_limit
 from dschat_lora.models.stored_weights import check_whole, empty_parameters, load_parts
 
@@ -203,11 +204,11 @@ def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     planned = planned_varlen()  # where a GPU is planned, whether kernels in Triton run on it
     on_gpu = torch.cuda.is_available() if planned is None else True
     if config.fused_kernels == "on" or (config.fused_kernels == "auto" and on_gpu):
-        from dschat_lora.models.fused import fuse_kernels
-
         on_cpu = config.fused_kernels == "on"
         mlps = planned or on_cpu or (on_gpu and runs_kernels(torch.device("cuda")))
         fuse_kernels(model, on_cpu=on_cpu, mlps=mlps)
+    elif config.fused_kernels == "off":
+        keep_plain(model)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
     return model

@@ -25,6 +25,13 @@ _OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; a
 # RMSNorm by parts; of attention, activation and residuals, without rotation, with it, by parts.
 _NORM, _LAYER_NORM, _NORM_BY_PARTS = (1, 2, 1), (1, 2, 1), (8, 22, 8)
 _REST, _REST_ROTATED, _REST_BY_PARTS = (6, 12, 6), (5, 12, 7), (14, 45, 17)
+# Of decoding a layer of Llama's or OPT's form: two norms, attention, and four products with what
+# follows each: heads, a residual, the activation, a residual.
+_DECODING = 2 + 1 + 4 * 2
+_FORMS = (
+    {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    {"self_attn", "activation_fn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"},
+)
 _TRAINED = 18  # of the optimizer, for a weight that trains without an adapter
 
 
@@ -71,7 +78,10 @@ def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = F
     for block, shape in zip(blocks, describe(model).blocks, strict=True):
         kinds = [type(each).__name__ for each in block.modules()]
         parts = [rms if "RMS" in kind else _LAYER_NORM for kind in kinds if "Norm" in kind]
-        totals = [sum(column) for column in zip(totals, rest, *parts, _linears(shape), strict=True)]
+        forward, training, decoding = map(sum, zip(rest, *parts, _linears(shape), strict=True))
+        if fused and {*block._modules} in _FORMS:
+            decoding = _DECODING
+        totals = [totals[0] + forward, totals[1] + training, totals[2] + decoding]
         updates += _TRAINED * sum(x.trained and not x.adapter_trained for x in shape.linears)
     forward, training, decoding = totals
     training += forward * recomputes
