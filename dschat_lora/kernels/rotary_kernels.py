@@ -1,23 +1,21 @@
 """Triton's side of :mod:`dschat_lora.kernels.rotary`: some heads of one token a program."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def _rotate(
-    x: Any,
-    output: Any,
-    cos1: Any,
-    cos2: Any,
-    sin1: Any,
-    sin2: Any,
-    at: Any,
-    place: Any,
-    half: Any,
-    inside: Any,
+    x,
+    output,
+    cos1,
+    cos2,
+    sin1,
+    sin2,
+    at,
+    place,
+    half,
+    inside,
 ) -> None:
     """``(x1 cos1 - x2 sin1, x2 cos2 + x1 sin2)`` of halves of vectors at offsets ``at``."""
     x1 = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -29,30 +27,30 @@ def _rotate(
 
 @triton.jit
 def rotate_kernel(
-    q: Any,
-    k: Any,
-    cos: Any,
-    sin: Any,
-    q_output: Any,
-    k_output: Any,
-    q_row: Any,
-    q_head: Any,
-    q_token: Any,
-    k_row: Any,
-    k_head: Any,
-    k_token: Any,
-    table_row: Any,
-    table_token: Any,
-    q_output_row: Any,
-    q_output_head: Any,
-    q_output_token: Any,
-    k_output_row: Any,
-    k_output_head: Any,
-    k_output_token: Any,
-    tokens: Any,
-    q_heads: Any,
-    k_heads: Any,
-    half: Any,
+    q,
+    k,
+    cos,
+    sin,
+    q_output,
+    k_output,
+    q_row,
+    q_head,
+    q_token,
+    k_row,
+    k_head,
+    k_token,
+    table_row,
+    table_token,
+    q_output_row,
+    q_output_head,
+    q_output_token,
+    k_output_row,
+    k_output_head,
+    k_output_token,
+    tokens,
+    q_heads,
+    k_heads,
+    half,
     TRANSPOSED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,

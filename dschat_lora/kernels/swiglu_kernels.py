@@ -1,20 +1,18 @@
 """Triton's side of :mod:`dschat_lora.kernels.swiglu`: a block of one row a program."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def swiglu_kernel(
-    gate: Any,
-    x: Any,
-    output: Any,
-    gate_step: Any,
-    x_step: Any,
-    output_step: Any,
-    features: Any,
+    gate,
+    x,
+    output,
+    gate_step,
+    x_step,
+    output_step,
+    features,
     BLOCK: tl.constexpr,
 ) -> None:
     """``silu(gate) * x``, in fp32 and rounded once."""
@@ -29,19 +27,19 @@ def swiglu_kernel(
 
 @triton.jit
 def swiglu_backward_kernel(
-    grad: Any,
-    gate: Any,
-    x: Any,
-    grad_gate: Any,
-    grad_x: Any,
-    product: Any,
-    grad_step: Any,
-    gate_step: Any,
-    x_step: Any,
-    grad_gate_step: Any,
-    grad_x_step: Any,
-    product_step: Any,
-    features: Any,
+    grad,
+    gate,
+    x,
+    grad_gate,
+    grad_x,
+    product,
+    grad_step,
+    gate_step,
+    x_step,
+    grad_gate_step,
+    grad_x_step,
+    product_step,
+    features,
     WRITES_PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
