@@ -45,11 +45,12 @@ def drawn(model, copies, *, prompts=PROMPTS, new_tokens=14, **options):
 
 @pytest.fixture
 def columns(monkeypatch):
-    """From here on steps run by the operators, whose columns are noted."""
+    """Have steps run by the operators; of each call, ends of prompts that are shared, and tiles."""
     noted, attend = [], kv_cache.attend_own_columns
 
     def attend_noted(query, key, value, columns, *, scale):
-        noted.append(columns)
+        pairs = zip(columns.first.tolist(), columns.own.tolist(), strict=True)
+        noted.append(({own for first, own in pairs if own > first}, columns.tiles))
         return attend(query, key, value, columns, scale=scale)
 
     def start(*, interpreted=False):
@@ -78,7 +79,28 @@ def test_texts_and_logprobs_are_those_of_masked_attention(kind, copies, record, 
     # Recorded steps have rows without sequences.
     same(plain, drawn(model, copies, record=record))
     assert len({*map(len, plain[0])}) > 1, "they end one by one, and others take their rows"
-    assert {each.tiles is None for each in noted} == {copies == 1}
+    assert {tiles is None for _, tiles in noted} == {copies == 1}
+
+
+@pytest.mark.parametrize("record", [None, Tape])
+@pytest.mark.parametrize("kind", MODELS if ALL else ["llama", "qwen2"])
+def test_rows_that_are_refilled_say_the_same(kind, record, columns, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", 3)
+    model = MODELS[kind]()
+    plain, noted = drawn(model, 4), columns()
+    same(plain, drawn(model, 4, record=record, largest=(6, 0)))
+    ends = {end for ends, _ in noted for end in ends}
+    assert ends <= {*map(len, PROMPTS)}
+    assert len(ends) > 1, "of prompts"
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_a_later_call_of_as_many_rows_shares_its_own_prompts(rows, columns):
+    model, seeds = MODELS["llama"](), [[0, 1], [2, 3]]
+    calls = [PROMPTS[:2]] * 2, [PROMPTS[:2], PROMPTS[1::-1]]
+    columns()
+    for prompts in [both for each in calls for both in each]:
+        ...
 
 
 @pytest.mark.parametrize("kind", MODELS if ALL else ["qwen2"])
