@@ -18,6 +18,8 @@ from dschat_lora.kernels import support
 from dschat_lora.kernels.attention import MOST_SIZE, OwnColumns, attend_own_columns
 from dschat_lora.models.backbone import attends, attention_windows, cache_argument, recurrent_layers
 
+# Writes keys and values of a step into (rows, heads, columns, D) of each, in (rows,) columns.
+WriteHeads = Callable[[Tensor, Tensor, Tensor], None]
 # Whether models gave with our cache what they give without, where that was tried.
 TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
@@ -210,10 +212,24 @@ class KVCache(RecurrentStates):
             for store, new in zip(self._layers[index], taken, strict=True):
                 store[: len(rows), :, : columns.shape[1]] = new
 
+    def step_columns(self) -> Tensor | None:
+        """(rows,) int64 column of each row's next token; None while prompts are read."""
+        reads = self.copies or self.following is not None
+        return None if reads else self.column.expand(self.rows)
+
     def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_idx: int,
+        *_: object,
+        write: WriteHeads | None = None,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store (B, heads, T, D) of new tokens; returns all keys and values, (B, heads, ., D)."""
+        """Store (B, heads, T, D) of new tokens; returns all keys and values, (B, heads, ., D).
+
+        In a step ``write`` may do so: see :meth:`step_columns`.
+        """
         if layer_idx not in self._layers:
             self._layers[layer_idx] = self._allocate(key, value)
         stores = self._layers[layer_idx]
@@ -229,12 +245,7 @@ class KVCache(RecurrentStates):
                 store[rows, :, columns] = new[rows, :, steps]
             keys, values = (store[: len(key), :, : self.columns] for store in stores)
             return keys, values
-        pair = _as_pair(key, value) if isinstance(stores, Tensor) else None
-        if isinstance(stores, Tensor) and pair is not None:
-            stores[:, : self.rows].index_copy_(3, self.column, pair)
-        else:
-            for store, new in zip(stores, (key, value), strict=True):
-                store[: self.rows].index_copy_(2, self.column, new)
+        self._store_step(stores, key, value, write)
         keys, values = (store[: self.rows, :, : self.columns] for store in stores)
         if layer_idx in self._prompts and self._shared_by is not None:
             sequences, copies = self._shared_by
@@ -257,6 +268,22 @@ class KVCache(RecurrentStates):
             return
         rows = store[: count * self.copies, :, :width]
         rows.view(count, self.copies, heads, width, size).copy_(new[:, None])
+
+    def _store_step(
+        self,
+        stores: Tensor | tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        write: WriteHeads | None,
+    ) -> None:
+        pair = _as_pair(key, value) if isinstance(stores, Tensor) else None
+        if write is not None:
+            write(stores[0][: self.rows], stores[1][: self.rows], self.column.expand(self.rows))
+        elif isinstance(stores, Tensor) and pair is not None:
+            stores[:, : self.rows].index_copy_(3, self.column, pair)
+        else:
+            for store, new in zip(stores, (key, value), strict=True):
+                store[: self.rows].index_copy_(2, self.column, new)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the used columns of rows ``sources`` over those of rows ``targets``."""
