@@ -5,7 +5,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dschat_lora.generation import kv_cache
-from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.generate import Decoder, check_cache
+from dschat_lora.generation.kv_cache import takes_cache
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.kernels import support
 from generation.test_generate import adapted, sliding
@@ -56,8 +57,7 @@ def columns(monkeypatch):
     def start(*, interpreted=False):
         if interpreted:
             pytest.importorskip("triton")
-            monkeypatch.setattr(support, "ON_CPU", True)
-        monkeypatch.setattr(support, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(support, "ON_CPU" if interpreted else "PLAIN_ON_CPU", True)
         monkeypatch.setattr(kv_cache, "attend_own_columns", attend_noted)
         return noted
 
@@ -94,13 +94,36 @@ def test_rows_that_are_refilled_say_the_same(kind, record, columns, monkeypatch)
     assert len(ends) > 1, "of prompts"
 
 
-@pytest.mark.parametrize("rows", [0, 4])
-def test_a_later_call_of_as_many_rows_shares_its_own_prompts(rows, columns):
-    model, seeds = MODELS["llama"](), [[0, 1], [2, 3]]
-    calls = [PROMPTS[:2]] * 2, [PROMPTS[:2], PROMPTS[1::-1]]
-    columns()
-    for prompts in [both for each in calls for both in each]:
-        ...
+@pytest.mark.parametrize("largest", [(0, 0), (3, 0)])
+def test_a_later_call_shares_its_own_prompts(largest, columns):
+    model, calls = MODELS["llama"](), [PROMPTS[:2], [[9, 8, 7, 6, 5], [11, 10]], PROMPTS[:2]]
+
+    def said(decoder):
+        for prompts in calls:
+            found = decoder(prompts, Sampling(9), seeds=[[0, 1], [2, 3]])
+            yield [list(tokens) for tokens in found.tokens()]
+
+    options = {"eos_ids": (), "pad_id": 0, "device": CPU}
+    plain, _ = [*said(Decoder(model, **options))], columns()
+    assert [*said(Decoder(model, record=Tape, largest=largest, **options))] == plain
+    assert plain[0] == plain[2] != plain[1]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "fails"])
+def test_kernels_that_fail_are_left_alone_with_a_warning(fault, monkeypatch):
+    def attend(query, *_, **__):
+        if fault == "fails":
+            raise OSError("there is no compiler")
+        return torch.ones_like(query)
+
+    monkeypatch.setattr(support, "PLAIN_ON_CPU", True)
+    monkeypatch.setattr(support, "OFF", False)
+    monkeypatch.setattr(kv_cache, "attend_own_columns", attend)
+    told = {"wrong": r"relative error \d", "fails": "OSError: there is no compiler"}
+    model = MODELS["llama"]()
+    with pytest.warns(UserWarning, match=f"without kernels in Triton, .*{told[fault]}"):
+        check_cache(model)
+    assert (support.OFF, takes_cache(model)) == (True, True)
 
 
 @pytest.mark.parametrize("kind", MODELS if ALL else ["qwen2"])
