@@ -403,9 +403,9 @@ def _cache_error(model: PreTrainedModel) -> tuple[float, str]:
     if not torch.isfinite(whole).all():
         return 0.0, ""  # which is no fault of the cache, and told by who draws
     error = (found - whole).norm() / whole.norm().clamp(min=1e-12)
-    number = float(error.nan_to_num(torch.inf))
+    relative = float(error.nan_to_num(torch.inf))
     name = type(model).__name__
-    return number, f"with them, {name} computes other logits (relative error {number:.1g})"
+    return relative, f"with them, {name} computes other logits (relative error {relative:.1g})"
 
 
 class _Forced:
