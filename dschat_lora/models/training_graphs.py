@@ -21,6 +21,7 @@ from dschat_lora.models.cuda_graphs import Record, Step, first_cause, has_failed
 MOST_SHAPES = 32  # that are recorded, as each takes memory; others run as they are
 _PARTS = 16  # numbers of tokens are multiples of this part of the next power of two
 _FEWEST_TOKENS, _FEWEST_SEQUENCES, _SHORTEST = 64, 8, 512
+_HEADROOM = 1.5  # of the activations, for temporaries of the passes
 Inputs = Mapping[str, Any]  # of the model below its head, as Backbone.prepare gives them
 
 
@@ -109,6 +110,7 @@ class Pass:
         self._leaves = graphs.leaves()
         self.hidden = torch.empty(0)
         self._gradient = torch.empty(0)
+        self._kept = 0  # bytes of the device after the forward pass
         self.forward: Step = self._compute
         self.backward: Step = self._differentiate
 
@@ -125,11 +127,9 @@ class Pass:
 
         What a graph contains has to have run before: libraries set themselves up then.
         """
-        watch = run_watching if self._places.device.type == "cuda" else _run
         try:
-            place = watch(self._warm_up)
-            if place is not None:
-                return f"the model waits for the GPU at {place}"
+            if (reason := self._warm_up()) is not None:
+                return reason
             # Anew: autograd ties a leaf to the stream that it was first used on.
             self._leaves = self._graphs.leaves()
             # In one go: the memory of one is that of the other, and of no other shape.
@@ -145,9 +145,31 @@ class Pass:
         self._graphs.hold_gradients()
         self.backward()
 
-    def _warm_up(self) -> None:
-        """Both passes, which change no gradient: that of their result is 0."""
+    def _warm_up(self) -> str | None:
+        """Run both passes, which change no gradient: that of their result is 0.
+
+        Returns:
+            what keeps a GPU from recording them, if anything does.
+        """
+        device = self._places.device
+        if device.type != "cuda":
+            self._both()
+            return None
+        before = torch.cuda.memory_allocated(device)
+        if (place := run_watching(self._both)) is not None:
+            return f"the model waits for the GPU at {place}"
+        # A capture that runs out of memory would end all of this process.
+        kept = self._kept - before
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if free < _HEADROOM * kept:
+            return f"there is no memory for {kept / 2**30:.3g} GiB of activations"
+        return None
+
+    def _both(self) -> None:
         self._compute()
+        if self.hidden.is_cuda:
+            self._kept = torch.cuda.memory_allocated(self.hidden.device)
         self._gradient = torch.zeros_like(self.hidden)
         self._differentiate()
         self.hidden = self.hidden.detach()
@@ -159,10 +181,6 @@ class Pass:
 
     def _differentiate(self) -> None:
         torch.autograd.backward(self.hidden, self._gradient, inputs=[*self._leaves.values()])
-
-
-def _run(step: Step) -> None:
-    step()
 
 
 class TrainingGraphs:
