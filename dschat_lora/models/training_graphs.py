@@ -77,19 +77,21 @@ class DeviceSpans:
         """Refused: a graph would replay those of one micro-batch."""
         raise RuntimeError("a layer reads the lengths of sequences on the host")
 
-    def fill(self, spans: Spans, places: Tensor) -> None:
-        """Take other sequences, and one of the rest of the tokens, whose numbers are ``places``."""
+    def fill(self, spans: Spans, tokens: int) -> None:
+        """Take other sequences, and one of the rest of so many tokens.
+
+        Which keys the rest has does not matter: nothing reads what it attends to.
+        """
         count, keys = (sum(column) for column in zip(*spans.lengths, strict=True))
-        extra, known = len(places) - count, len(spans.query_ends)
+        known = len(spans.query_ends)
         # Sequences after that of padding have no token.
         self.query_ends[:known].copy_(spans.query_ends)
-        self.query_ends[known:].fill_(len(places))
+        self.query_ends[known:].fill_(tokens)
         if self.keys is not None:
             assert spans.keys is not None
             self.key_ends[:known].copy_(spans.key_ends)
-            self.key_ends[known:].fill_(keys + extra)
+            self.key_ends[known:].fill_(keys + tokens - count)
             self.keys[:keys].copy_(spans.keys)
-            self.keys[keys : keys + extra].copy_(places[count:])
 
 
 class Pass:
@@ -102,7 +104,7 @@ class Pass:
 
     def __init__(self, graphs: "TrainingGraphs", shape: Shape, inputs: Inputs) -> None:
         self._graphs, ids = graphs, inputs["input_ids"]
-        self._places = torch.arange(shape.tokens, device=ids.device)
+        self._tokens, self._device = shape.tokens, ids.device
         self._spans = DeviceSpans(shape, ids.device)
         self._inputs = dict(inputs) | {"spans": self._spans}
         self._rows = [name for name in ("input_ids", "position_ids") if name in inputs]
@@ -120,7 +122,7 @@ class Pass:
             count = inputs[name].shape[1]
             self._inputs[name][:, :count].copy_(inputs[name])
             self._inputs[name][:, count:].zero_()
-        self._spans.fill(inputs["spans"], self._places)
+        self._spans.fill(inputs["spans"], self._tokens)
 
     def record(self, record: Record) -> str | None:
         """Record both passes; what keeps them from it, if anything does.
@@ -151,7 +153,7 @@ class Pass:
         Returns:
             what keeps a GPU from recording them, if anything does.
         """
-        device = self._places.device
+        device = self._device
         if device.type != "cuda":
             self._both()
             return None
@@ -168,8 +170,8 @@ class Pass:
 
     def _both(self) -> None:
         self._compute()
-        if self.hidden.is_cuda:
-            self._kept = torch.cuda.memory_allocated(self.hidden.device)
+        if self._device.type == "cuda":
+            self._kept = torch.cuda.memory_allocated(self._device)
         self._gradient = torch.zeros_like(self.hidden)
         self._differentiate()
         self.hidden = self.hidden.detach()

@@ -78,7 +78,7 @@ def masked_attention(
     known = of_query.clamp(max=len(cu_seq_q) - 2)
     # the last query stands where the last key does
     place = cu_seq_k[1:][known] - cu_seq_q[1:][known] + queries
-    seen = (of_query[:, None] == of_key) & (keys <= place[:, None])
+    seen = (of_query[:, None] == of_key) & (keys <= place[:, None]) & (known == of_query)[:, None]
     if window_size[0] >= 0:
         seen &= keys >= place[:, None] - window_size[0]
     group = query.shape[1] // key.shape[1]
