@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLoss

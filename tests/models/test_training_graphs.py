@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 from dschat_lora.algos.segments import make_spans
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models import attention, training_graphs
 from dschat_lora.models.blocks import recompute_blocks
@@ -192,8 +192,10 @@ def test_recomputed_blocks_are_recorded(layers):
     assert (backward > 2 * forward) is layers
 
 
-def test_factors_that_changed_are_read_anew():
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "of one input"])
+def test_factors_that_changed_are_read_anew(monkeypatch, shares):
     """16-bit weights compute with copies of fp32 factors, which each step makes."""
+    monkeypatch.setattr("dschat_lora.lora.shared_input.runs_kernels", lambda device: shares)
     batch = SampleCollator(0)([[each] for each in ragged_samples(2, longest=9)])
     whole = [CausalLMLoss(adapted(tiny_model("llama").bfloat16())).train() for _ in range(2)]
     _, recorder = graphed(whole[0])
