@@ -36,6 +36,7 @@ from dschat_lora.models.loading import share_parameters
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
+from dschat_lora.runtime.graphs import record_training
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
@@ -88,8 +89,14 @@ def train(
     offload_activations=False,
     attention="sdpa",
     compiled=False,
+    recorded=False,
+    steps=2,
 ):
-    """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
+    """The last of some optimizer steps of the engine and the loop, and the estimate of memory.
+
+    ``by_step`` has of each step launches, captured graphs and replays. With ``recorded`` passes,
+    micro-batches come in turn with one of a single row.
+    """
     size = replace(
         shapes.SHAPES[shape],
         num_layers=layers or shapes.SHAPES[shape].num_layers,
@@ -123,9 +130,15 @@ def train(
         )
         if compiled:
             compile_blocks(model)
-        for _ in range(2):  # the first makes the optimizer's state
+        if recorded:
+            record_training(engine.module, model)
+            batches += shapes.micro_batches(samples[:1], rows * length)
+        made = train_steps(engine, [batches] * steps, SUPERVISED, [1.0] * steps)
+        by_step = []
+        for _ in range(steps):  # the first makes the optimizer's state
             watch.start()
-            next(train_steps(engine, [batches], SUPERVISED, [1.0]))
+            next(made)
+            by_step.append([watch.launches, len(watch.graphs), watch.replays])
         count, longest = max((b.input_ids.shape for b in batches), key=lambda s: s.numel())
         estimate = estimate_memory(
             model,
@@ -142,7 +155,8 @@ def train(
                 CUDA, length=longest, recomputes=recompute, sharded=zero_stage == 3
             ),
         )
-        return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
+        more = {"estimate": vars(estimate), "estimated": estimate.total, "by_step": by_step}
+        return noted(watch) | more
 
 
 def train_on(
@@ -200,6 +214,7 @@ def decode(
     layers=None,
     lora_dim=16,
     rows=8,
+    copies=1,
     length=256,
     new_tokens=128,
     dtype="bf16",
@@ -208,13 +223,17 @@ def decode(
     calls=2,
     anew=False,
 ):
-    """Each of some calls of one decoder, or of one decoder ``anew`` for each."""
+    """Each of some calls of one decoder, or of one decoder ``anew`` for each.
+
+    It has so many ``rows``, each ``copies`` of them responses to one prompt.
+    """
     size = shapes.SHAPES[shape]
     size = replace(size, lora_dim=lora_dim, num_layers=layers or size.num_layers)
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends
-        prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
+        prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows // copies)]
+        seeds = [range(n, n + copies) for n in range(len(prompts))]
         kinds = Counter()
         model.get_output_embeddings().register_forward_hook(
             lambda head, inputs, logits: kinds.update([str(logits.dtype).removeprefix("torch.")])
@@ -225,7 +244,7 @@ def decode(
             if anew or decoder is None:
                 decoder = Decoder(model, eos_ids=[2], pad_id=1, device=device(), merged=merged)
             with warnings.catch_warnings(record=True) as told:
-                decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
+                decoder(prompts, Sampling(new_tokens), seeds=seeds)
             left = [*watch.underway.elements(), *(["stream"] if watch.stream.captures else [])]
             warned, holds = [str(each.message) for each in told], sum(watch.pools.values())
             more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}

@@ -134,12 +134,10 @@ def lines(planned: Planned) -> Iterator[str]:
     yield from [*table(["GiB", *columns], rows), ""]
     yield wrapped(f"  memory       {_peak_words(plan)}")
     kept, again = (
-        _gib(with_recomputation(plan, on).memory.peak)
+        _cost_words(with_recomputation(plan, on), card)
         for on in ((), recomputing_options(plan.config))
     )
-    yield wrapped(
-        f"  recomputed   {kept} GiB where activations are kept, {again} GiB where recomputed"
-    )
+    yield wrapped(f"  recomputed   {kept} where activations are kept, {again} where recomputed")
     yield from _left_out_lines(plan)
     if card is not None:
         yield wrapped(f"  device       {_device_words(planned, card)}")
@@ -163,6 +161,13 @@ def lines(planned: Planned) -> Iterator[str]:
         # The bundled data is for the bundled model and what is made of it.
         needs_data = model and not Path(model).expanduser().exists() and "data_path" not in given
         yield f"$ {planned.command}{' --data_path FILE' if needs_data else ''}"
+
+
+def _cost_words(plan: StagePlan, card: Card | None) -> str:
+    """Memory, and time where it is known."""
+    found = None if card is None else plan.time.on(card)
+    time = "" if found is None else f" and {duration(found.total)}"
+    return f"{_gib(plan.memory.peak)} GiB{time}"
 
 
 def _left_out_lines(plan: StagePlan) -> Iterator[str]:

@@ -17,6 +17,7 @@ from dschat_lora.addons.planning.plan import (
     TRAINING,
     StagePlan,
     build_plan,
+    peak_of,
     recomputation,
     recomputing_options,
     with_recomputation,
@@ -35,13 +36,11 @@ from dschat_lora.models.loading import load_tokenizer, only_errors
 from dschat_lora.models.option_checks import shapes_alone
 from dschat_lora.models.source import find_model
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.memory import fewest
+from dschat_lora.runtime.micro_batches import UNKNOWN_PEAK, StepCosts, whole_micro_batches
 from dschat_lora.runtime.setup import prepare_data
 
 # Of no consequence for memory; what they name need not be there.
 _OUTPUT = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
-# Positions of a micro-batch from which on a GPU is busy; below, recomputation costs less.
-ENOUGH_POSITIONS = 2048
 MOST_ROWS = 4096  # of a micro-batch that is looked for
 
 Change = Mapping[str, Any]  # option -> value
@@ -117,8 +116,7 @@ def _planned(
     card: Card | None,
     processes: int,
 ) -> Planned:
-    usable = None if card is None else card.usable_bytes
-    given = resolved(plan, usable)
+    given = resolved(plan, card)
     options = restated(options, given.config)
     data = _audit(name, given.config, options)
     if isinstance(data, DataAudit) and data.media and given.left_out is not None:
@@ -129,12 +127,13 @@ def _planned(
             return replace(planner(change), beside=beside)
 
     found = Planned(name, options, processes, given, card, {}, data=data)
-    if usable is None:
+    if card is None:
         return found
+    usable = card.usable_bytes
     if found.fits:
         return replace(found, largest=largest_rows(given, usable))
     bits = "base_bits" in option_names(STAGES[name].config)
-    better = search(planner, usable=usable, processes=processes, has_bits=bits)
+    better = search(planner, card=card, processes=processes, has_bits=bits)
     if better is None:
         return found
     return replace(
@@ -258,16 +257,25 @@ def batch_options(config: Any) -> list[BatchOptions]:
     return [BatchOptions(TRAINING, "per_device_train_batch_size", "gradient_accumulation_steps")]
 
 
-def resolved(plan: StagePlan, usable: int | None) -> StagePlan:
-    """The plan with ``auto`` recomputation as a run decides it on a device, off without one."""
+def resolved(plan: StagePlan, card: Card | None) -> StagePlan:
+    """The plan with ``auto`` as a run settles it on the card; without one nothing is recomputed."""
     on, undecided = recomputation(plan)
-    if usable is None:
-        return with_recomputation(plan, on)
+    given = with_recomputation(plan, on)
+    if card is None:
+        return given
+    stage = max(each.zero_stage for each in plan.settings.values())
+    splits = whole_micro_batches(plan.config, zero_stage=stage) is None
+    return _fastest(given, undecided, card, splits=splits)
 
-    def fits(more: Sequence[str]) -> bool:
-        return with_recomputation(plan, [*on, *more]).phases[TRAINING] <= usable
 
-    return with_recomputation(plan, [*on, *fewest(undecided, fits)])
+def _fastest(plan: StagePlan, undecided: Sequence[str], card: Card, *, splits: bool) -> StagePlan:
+    """Of the same step by the rule of a run; what needs least, where nothing fits."""
+    costs = StepCosts[Any](
+        need=lambda config: plan.changed(config).phases[TRAINING],
+        trained=lambda config: plan.changed(config).trained.values(),
+        peak=peak_of(card) or UNKNOWN_PEAK,
+    )
+    return plan.changed(costs.fastest(plan.config, undecided, card.usable_bytes, splits=splits))
 
 
 def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:
@@ -302,7 +310,7 @@ def _largest(need: Callable[[int], int], usable: int, most: int) -> int:
 
 
 def search(
-    planner: Planner, *, usable: int, processes: int, has_bits: bool
+    planner: Planner, *, card: Card, processes: int, has_bits: bool
 ) -> tuple[StagePlan, dict[str, Any]] | None:
     """The plan that fits, and the options that make it so; None where nothing does.
 
@@ -315,11 +323,12 @@ def search(
             plan = planner(change) if change else first
         except ValueError:
             continue  # the stage refuses it
-        if found := _in_smaller_batches(plan, usable):
+        if found := _in_smaller_batches(plan, card):
             # Options whose values differ, recomputation included where it was left open.
             old, new = flatten(first.config), flatten(found.config)
             names = set(recomputing_options(found.config))
             names |= {n for each in batch_options(found.config) for n in (each.size, each.times)}
+            names |= {"tokens_per_device", "gradient_accumulation_steps"}
             changed = {n: v for n, v in new.items() if n in names and v != old[n]}
             return found, changed | change
     return None
@@ -346,30 +355,13 @@ def _sharing(config: Any, processes: int, *, has_bits: bool) -> Iterator[dict[st
             yield change
 
 
-def _in_smaller_batches(plan: StagePlan, usable: int) -> StagePlan | None:
-    """The plan in micro-batches that fit, recomputed where that leaves too small ones."""
-
-    def positions(plan: StagePlan) -> int:
-        trained = next(iter(plan.trained.values()))
-        return trained.tokens or trained.rows * trained.length * trained.sequences
-
-    on, free = recomputation(plan)
-    found = []
-    for count in range(len(free) + 1):
-        fitting = _in_fitting_rows(with_recomputation(plan, [*on, *free[:count]]), usable)
-        if fitting is None:
-            continue
-        found.append(fitting)
-        if positions(fitting) >= min(ENOUGH_POSITIONS, positions(plan)):
-            return fitting
-    return max(found, key=positions, default=None)
-
-
-def _in_fitting_rows(plan: StagePlan, usable: int) -> StagePlan | None:
+def _in_smaller_batches(plan: StagePlan, card: Card) -> StagePlan | None:
+    """The plan in micro-batches, and generation batches, that fit; None where none do."""
+    on, undecided = recomputation(plan)
+    plan = _fastest(with_recomputation(plan, on), undecided, card, splits=True)
+    usable = card.usable_bytes
     for rows in batch_options(plan.config):
-        fitting = (p for p in rows.of_one_step(plan) if p.phases[rows.phase] <= usable)
-        found = next(fitting, None)
-        if found is None:
-            return None
-        plan = found
+        if rows.phase == GENERATION:
+            fitting = (p for p in rows.of_one_step(plan) if p.phases[GENERATION] <= usable)
+            plan = next(fitting, plan)
     return plan if max(plan.phases.values()) <= usable else None
