@@ -1,6 +1,6 @@
 """Continuous batching: rows join and leave a running batch between any two tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -308,6 +308,8 @@ class SlotRows:
     def _fill_gaps(self) -> None:
         """Move the last rows into places that others have left, where a step is smaller then."""
         most, _ = self._shape(len(self), 0)
+        if max(self._at, default=0) < most:
+            return
         late = [row for row, place in enumerate(self._at) if place >= most]
         gaps = sorted({*range(most)} - {*self._at})[: len(late)]
         self._move([self._at[row] for row in late], gaps)
@@ -320,9 +322,8 @@ class SlotRows:
         lengths = [*map(len, self._tokens)]
         rows, width = self._shape(len(self), max(lengths) + 1)
         self.reserve(rows, width)
-        given = torch.zeros(rows, 3, dtype=torch.int64)
-        given[self._at] = torch.tensor([*zip(lengths, self._numbers, tokens, strict=True)])
-        self._inputs[:rows].copy_(to_device(given, self.device))
+        own = zip(lengths, self._numbers, tokens, strict=True)
+        self._inputs[:rows].copy_(self._placed(own, [(0, 0, 0)] * rows))
         shape = rows, width, self._tell_columns()
         self._steps.run(shape, partial(self._advance, rows, width), self.device)
         for row, token in zip(self._tokens, tokens, strict=True):
@@ -355,14 +356,13 @@ class SlotRows:
         shapes = [self._shape(len(self), max(lengths) + step) for step in range(1, count + 1)]
         rows, _ = shapes[-1]
         self.reserve(*shapes[-1])
+        before = [number - 1 for number in numbers]
+        own = zip(lengths, self._numbers, sequences, numbers, before, strict=True)
         # Rows that hold no sequence draw for none.
-        given = torch.tensor([[0, 0, responses.capacity, 0]]).repeat(rows, 1)
-        table = zip(lengths, self._numbers, sequences, numbers, strict=True)
-        given[self._at] = torch.tensor([*table])
-        given = to_device(given, self.device)
-        self._inputs[:rows, :2].copy_(given[:, :2])
-        self._inputs[:rows, 2] = responses.last(*given[:, 2:].unbind(1))
-        self._places[:rows].copy_(given[:, 2:])
+        given = self._placed(own, [(0, 0, responses.capacity, 0, 0)] * rows)
+        self._inputs[:rows, :2] = given[:, :2]
+        self._inputs[:rows, 2] = responses.tokens_at(given[:, 2], given[:, 4])
+        self._places[:rows] = given[:, 2:4]
         shares = self._tell_columns()
         for _, width in shapes:
             step = partial(self._advance_and_draw, responses, rows, width)
@@ -374,6 +374,12 @@ class SlotRows:
         return self._own.tell(
             (at, Held(0, own if shares else at, len(own) - 1)) for at, own in rows
         )
+
+    def _placed(self, own: Iterable[tuple[int, ...]], table: list[tuple[int, ...]]) -> Tensor:
+        """(rows, n) numbers of each row at its place, and elsewhere what the table has."""
+        for place, numbers in zip(self._at, own, strict=True):
+            table[place] = numbers
+        return to_device(torch.tensor(table), self.device)
 
     def _advance_and_draw(self, responses: Responses, rows: int, width: int) -> None:
         """One token for each of the first rows, in place."""
