@@ -307,14 +307,15 @@ class _LoraExperts(torch.autograd.Function):
             grad_gate, grad_x = swiglu_backward(rows, gate, x, rows)
         elif gate is not None:
             rows = swiglu(gate, x)
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         if wants_a:  # copies may have more rows than the rank
-            grad_a = _grouped_gradient(grad_inner, rows, ends)[:, :rank].to(lora_A.dtype)
+            grad_a = _grouped_gradient(grad_inner, rows, ends, empty)[:, :rank].to(lora_A.dtype)
         if wants_b:
-            grad_b = _grouped_gradient(grad, inner, ends).mul_(ctx.scaling)
+            grad_b = _grouped_gradient(grad, inner, ends, empty).mul_(ctx.scaling)
             grad_b = grad_b[..., :rank].to(lora_B.dtype)
         if wants_weight:
             left, right = (rows, grad) if ctx.transposed else (grad, rows)
-            grad_weight = _grouped_gradient(left, right, ends)
+            grad_weight = _grouped_gradient(left, right, ends, empty)
         return grad_x, grad_weight, grad_a, grad_b, *[None] * 6, grad_gate
 
 
@@ -330,19 +331,20 @@ def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product[:, : product.shape[1] - outer].contiguous() if outer else product
 
 
-def _grouped_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _grouped_gradient(left: Tensor, right: Tensor, ends: Tensor, empty: Tensor) -> Tensor:
     """(E, m, n): of each group of rows of (S, m) and (S, n), left^T right; zero where it is empty.
 
-    That is the gradient of a group's matrix.
+    That is the gradient of a group's matrix. ``empty`` is (E,) bool.
     """
     if not _has_kernel(left):
         return torch.stack([left[a:b].t() @ right[a:b] for a, b in _bounds(ends)])
     m, n = left.shape[1], right.shape[1]
-    left, right = (F.pad(x, (0, _missing(x, x.shape[1]))) for x in (left, right))
-    product = F.grouped_mm(left.t(), right, offs=ends)[:, :m, :n]
+    left, right = (
+        F.pad(x, (0, missing)) if (missing := _missing(x, x.shape[1])) else x for x in (left, right)
+    )
     # Of groups without rows some kernels write nothing.
-    is_hit = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
-    return torch.where(is_hit[:, None, None], product, 0)
+    product = F.grouped_mm(_aligned(left).t(), _aligned(right), offs=ends)
+    return product.masked_fill_(empty[:, None, None], 0)[:, :m, :n]
 
 
 def _has_kernel(x: Tensor) -> bool:
