@@ -81,6 +81,28 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor
     return drawn.masked_fill(undrawn, NO_TOKEN)
 
 
+def sample_each(
+    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+) -> list[int]:
+    """The next token of each row, by options of its own; see :func:`sample_tokens`.
+
+    ``logits`` are (B, V); ``uniforms`` numbers in (0, 1], of which greedy rows take none.
+    """
+    rows: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        rows.setdefault(sampling, []).append(row)
+    chosen = [0] * len(samplings)
+    for sampling, own in rows.items():
+        uniform = torch.tensor([uniforms[row] for row in own], dtype=torch.float64)
+        part = logits
+        if len(own) < len(chosen):
+            part = logits[to_device(torch.tensor(own), logits.device)]
+        tokens = sample_tokens(part, to_device(uniform, logits.device), sampling).tolist()
+        for row, token in zip(own, tokens, strict=True):
+            chosen[row] = token
+    return chosen
+
+
 def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
     """The logits, -inf where top-k, and then top-p, leave a token out; ties stay together.
 
@@ -221,9 +243,9 @@ class Responses:
         found: list[list[int]] = self._tokens[own, at].tolist()
         return found
 
-    def last(self, sequences: Tensor, numbers: Tensor) -> Tensor:
-        """(B,) last tokens of (B,) sequences that have so many; any of one that has none."""
-        return self._tokens[sequences, (numbers - 1).clamp(min=0)].clamp(min=0)
+    def tokens_at(self, sequences: Tensor, number: Tensor) -> Tensor:
+        """(B,) tokens of (B,) sequences that have more than so many, as a model reads them."""
+        return self._tokens[sequences, number].clamp_(min=0)
 
     def length(self, tokens: Sequence[int]) -> int:
         """How many of the tokens belong to a sequence: those up to and including its end."""

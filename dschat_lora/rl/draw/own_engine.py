@@ -68,6 +68,8 @@ class OwnEngine(Drawing):
             device=site.trained.device,
             largest=(self._batch_size, cache_columns(site.config)),
             merged=batch.merge_for_rollouts,
+            rounding=lambda: (site.config.run.seed, site.version()),
+            refill_share=batch.refill_share,
             unpacked=site.unpacked,
             retains=self._has_turns,
         )
