@@ -34,6 +34,9 @@ from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.loading import load_tokenizer, only_errors
 from dschat_lora.models.option_checks import shapes_alone
 from dschat_lora.models.source import find_model
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.rl.learn.roles import Roles
+from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.memory import fewest
 from dschat_lora.runtime.setup import prepare_data
@@ -220,12 +223,13 @@ class BatchOptions:
 
     phase: str
     size: str
-    times: str
+    times: str = ""  # none of decoding, which goes on until all responses are drawn
     multiple_of: int = 1
 
     def at_once(self, plan: StagePlan) -> int:
         """Rows at a time."""
-        return int(getattr(plan.config.batch, self.size))
+        batch = plan.config.batch
+        return int(batch.rows_decoded if self.phase == GENERATION else getattr(batch, self.size))
 
     def changed(self, plan: StagePlan, rows: int, times: int | None = None) -> StagePlan:
         """The plan with so many rows at a time."""
@@ -236,19 +240,19 @@ class BatchOptions:
 
     def of_one_step(self, plan: StagePlan) -> Iterator[StagePlan]:
         """The same step in ever smaller micro-batches, beginning with the present one."""
+        yield plan
         now = self.at_once(plan)
-        total = now * getattr(plan.config.batch, self.times)
-        for rows in range(now, 0, -1):
+        total = now * getattr(plan.config.batch, self.times) if self.times else 0
+        for rows in range(now - 1, 0, -1):
             if total % rows == 0 and rows % self.multiple_of == 0:
-                yield self.changed(plan, rows, total // rows)
+                yield self.changed(plan, rows, total // rows if self.times else None)
 
 
 def batch_options(config: Any) -> list[BatchOptions]:
     """What sizes micro-batches, by phase; none where tokens do."""
     if isinstance(config, RlhfConfig):
         batch = config.batch
-        decoding = "per_device_generation_batch_size"
-        found = [BatchOptions(GENERATION, decoding, "generation_batches", batch.num_generations)]
+        found = [BatchOptions(GENERATION, "max_num_seqs", multiple_of=batch.num_generations)]
         if not batch.tokens_per_device:
             size = "per_device_training_batch_size"
             found.append(BatchOptions(TRAINING, size, "gradient_accumulation_steps"))
@@ -259,7 +263,7 @@ def batch_options(config: Any) -> list[BatchOptions]:
 
 
 def resolved(plan: StagePlan, usable: int | None) -> StagePlan:
-    """The plan with ``auto`` recomputation as a run decides it on a device, off without one."""
+    """The plan with what is ``auto`` as a run decides it on a device; off without one."""
     on, undecided = recomputation(plan)
     if usable is None:
         return with_recomputation(plan, on)
@@ -267,7 +271,17 @@ def resolved(plan: StagePlan, usable: int | None) -> StagePlan:
     def fits(more: Sequence[str]) -> bool:
         return with_recomputation(plan, [*on, *more]).phases[TRAINING] <= usable
 
-    return with_recomputation(plan, [*on, *fewest(undecided, fits)])
+    return with_rows_by_memory(with_recomputation(plan, [*on, *fewest(undecided, fits)]), usable)
+
+
+def with_rows_by_memory(plan: StagePlan, usable: int) -> StagePlan:
+    """The plan with as many responses decoded at a time as a run chooses on a device."""
+    if not isinstance(plan.models, Roles):
+        return plan
+    free = int((usable - sum(plan.beside.values())) / USABLE)
+    memory, _ = unpacking_for_rollouts(plan.memory_plan, plan.models, free=free)
+    config, _ = decoding_by_memory(plan.config, memory, plan.models.actor.model, free=free)
+    return plan.changed(config)
 
 
 def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:
@@ -366,6 +380,7 @@ def _in_smaller_batches(plan: StagePlan, usable: int) -> StagePlan | None:
 
 
 def _in_fitting_rows(plan: StagePlan, usable: int) -> StagePlan | None:
+    plan = with_rows_by_memory(plan, usable)
     for rows in batch_options(plan.config):
         fitting = (p for p in rows.of_one_step(plan) if p.phases[rows.phase] <= usable)
         found = next(fitting, None)
