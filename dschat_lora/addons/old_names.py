@@ -52,7 +52,6 @@ OLD_NAMES = {
     "models.families": "addons.planning.families",
     "models.other_base": "addons.bases.distance models.build runtime.merge",
     "models.published": "addons.planning.published addons.pipeline.placeholders",
-    "perf.launches": "addons.planning.launches",
     "pipeline.doctor": "addons.planning.doctor",
     "pipeline.first_hour": "addons.planning.first_hour",
     "pipeline.hour_checks": "addons.planning.hour_checks",

@@ -15,8 +15,9 @@ from dschat_lora.generation.batch_state import CachedRows, RecomputedRows
 from dschat_lora.generation.cuda_graphs import DecodeStep, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import TRIED, fast_attention, in_shards, takes_cache
+from dschat_lora.generation.refill import draw_in_slots
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
-from dschat_lora.generation.slots import SlotRows, draw_in_slots
+from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.model import adapter_layers
 from dschat_lora.lora.parallel import group_of, whole_sequences
 from dschat_lora.models.causal_lm import fp32_logits

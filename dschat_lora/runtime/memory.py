@@ -31,6 +31,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.launches import PassSeconds, pass_seconds
 from dschat_lora.perf.memory import (
     MemoryEstimate,
     estimate_memory,
@@ -121,6 +122,19 @@ class TrainedModel:
         positions = -(-rows * length // self.processes)
         return offloaded_bytes(
             self.model, positions=positions, compute_dtype=self.settings.torch_dtype
+        )
+
+    def seconds(self, peak: float, *, fused: bool, graphs: bool = False) -> PassSeconds:
+        """Time of a full micro-batch on a GPU; see :func:`pass_seconds`."""
+        rows, length = self.grid(self.rows, self.length)
+        return pass_seconds(
+            self.model,
+            tokens=rows * length // self.length * self.length,
+            length=self.length,
+            peak=peak,
+            recomputes=self.recomputes,
+            fused=fused,
+            graphs=graphs,
         )
 
     def grid(self, rows: int, length: int) -> tuple[int, int]:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from dschat_lora.addons.planning.cards import Card
-from dschat_lora.addons.planning.launches import EFFICIENCY, LAUNCH_SECONDS, count_launches
 from dschat_lora.addons.planning.published import as_planned
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.config.groups import is_on
@@ -25,6 +24,7 @@ from dschat_lora.models.composite import TextModel, unbuildable_left_out, whole_
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import tabled_peak
+from dschat_lora.perf.launches import EFFICIENCY, LAUNCH_SECONDS, REPLAY_SECONDS, count_launches
 from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
@@ -45,8 +45,6 @@ BANDWIDTH_SHARE = 0.6
 # Of the host for a kernel of decoding without graphs, Python included: a step of OPT-1.3B on an
 # H100 took 49 ms.
 EAGER_SECONDS = 1.2e-4
-# What a kernel of a CUDA graph takes beside its reading, on an H200 and an H100 2 to 8 us.
-REPLAY_SECONDS = 4e-6
 TRAINING, GENERATION = "training", "generation"
 _ADAPTER_PARTS = ("lora_", ".trained.", "trained_bias")
 

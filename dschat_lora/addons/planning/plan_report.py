@@ -7,7 +7,7 @@ from typing import Any
 
 from dschat_lora.addons.pipeline.recipe import read_recipe
 from dschat_lora.addons.planning.cards import Card, find_card
-from dschat_lora.addons.planning.launches import EFFICIENCY, launch_advice
+from dschat_lora.addons.planning.launches import launch_advice
 from dschat_lora.addons.planning.plan import (
     GENERATION,
     RoleMemory,
@@ -27,6 +27,7 @@ from dschat_lora.addons.planning.plan_search import (
 from dschat_lora.addons.planning.published import published_name
 from dschat_lora.config.options import flatten
 from dschat_lora.data.audit import DataAudit
+from dschat_lora.perf.launches import EFFICIENCY
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 from dschat_lora.report.texts import duration, operations
 

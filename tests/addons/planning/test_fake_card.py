@@ -8,9 +8,9 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.scaling import adapted
 from dschat_lora.addons.pipeline.placeholders import write_config
 from dschat_lora.addons.planning.cards import Card
-from dschat_lora.addons.planning.launches import count_launches
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.addons.planning.published import PUBLISHED, published_name
+from dschat_lora.perf.launches import count_launches
 from fakecuda.test_training import LAYERS, ROWS, train
 from helpers.spread import ALL
 

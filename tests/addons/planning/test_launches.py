@@ -1,20 +1,18 @@
 """Kernels that are counted by rule, and when launching them is what takes time."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.common import shapes
 from dschat_lora.addons.planning import launches
-from dschat_lora.addons.planning.launches import (
-    LAUNCH_SECONDS,
-    count_launches,
-    launch_advice,
-    micro_batch_advice,
-)
+from dschat_lora.addons.planning.launches import launch_advice, micro_batch_advice
 from dschat_lora.config.groups import LoadConfig, LoraConfig
 from dschat_lora.lora.model import apply_lora
+from dschat_lora.perf.launches import EFFICIENCY, LAUNCH_SECONDS, count_launches
 from dschat_lora.runtime.memory import TrainedModel
 from helpers.runs import engine_settings
 
@@ -85,6 +83,18 @@ def test_advice_is_given_where_launching_takes_longer_than_the_work():
 def test_launches_take_what_small_micro_batches_took_on_an_h100(kernels, milliseconds):
     """16,000 tokens in eight micro-batches, as benchmarks/README.md has them."""
     assert 8 * kernels * LAUNCH_SECONDS * 1e3 == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_training_and_scoring_reached_the_share_of_the_peak_that_is_planned_with():
+    path = Path(__file__).resolve().parents[3] / "benchmarks/results/nvidia-h200.json"
+    results = json.loads(path.read_text())
+    cases = [c for c in results["throughput-1.3b"]["cases"] if c["case"] == "ours"]
+    found = [case["hardware_tflops_per_device"] for case in cases]
+    works = results["ppo"]["cases"][0]["works"]
+    names = ("scoring_tflops_per_device", "training_tflops_per_device")
+    found += [work["figures"][name] for work in works for name in names]
+    peak = results["throughput-1.3b"]["matmul_tflops"]["table"]
+    assert [each / peak for each in found] == pytest.approx([EFFICIENCY] * len(found), abs=0.05)
 
 
 def test_a_micro_batch_of_few_tokens_waits_for_launches_on_a_gpu(monkeypatch):

@@ -1,0 +1,115 @@
+"""A key-value cache whose rows come and go."""
+
+import torch
+from torch import Tensor
+
+from dschat_lora.generation.batch_state import COLUMN_BUCKET
+from dschat_lora.generation.kv_cache import RecurrentStates
+from dschat_lora.generation.prefix_cache import Layers
+
+
+class SlotCache(RecurrentStates):
+    """``past_key_values`` of a transformers model, where token p of a row lies in column p.
+
+    A layer's keys and values are (rows, heads, columns, D) each. They grow with the batch and are
+    kept then. What masks hide of a row is finite: it holds nothing of rows that have gone.
+
+    Attributes:
+        rows: that each layer holds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = self._columns = 0  # that each layer holds
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows_in_use: slice | Tensor = slice(0)
+        self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
+        self._width = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return sum(store[0, :, 0].nbytes for stores in self._layers.values() for store in stores)
+
+    def reserve(self, rows: int, columns: int) -> bool:
+        """Make room for so many rows and columns; whether stores were moved for it."""
+        before = self.rows, self._columns
+        if rows > self.rows:
+            self.rows = max(rows, 2 * self.rows)
+        if columns > self._columns:
+            grown = max(columns, self._columns * 3 // 2)
+            self._columns = -(-grown // COLUMN_BUCKET) * COLUMN_BUCKET
+        for index, (keys, values) in self._layers.items():
+            if keys.shape[0] < self.rows or keys.shape[2] < self._columns:
+                self._layers[index] = self._grown(keys), self._grown(values)
+        for name, state in self._states.items():
+            if len(state) < self.rows:
+                self._states[name] = state.new_zeros(self.rows, *state.shape[1:])
+                self._states[name][: len(state)] = state
+        return before != (self.rows, self._columns)
+
+    def _grown(self, store: Tensor) -> Tensor:
+        rows, heads, columns, size = store.shape
+        grown = store.new_zeros(self.rows, heads, self._columns, size)
+        grown[:rows, :, :columns] = store
+        return grown
+
+    def read_prompts(self, rows: Tensor, columns: Tensor, width: int) -> None:
+        """What is stored next are tokens of (B,) rows, in (B, T) columns.
+
+        They attend to the first ``width`` columns.
+        """
+        self._rows_in_use, self._places, self._width = rows, (rows[:, None], columns), width
+
+    def read_tokens(self, columns: Tensor, width: int) -> None:
+        """What is stored next are tokens of each of the first rows, in (B, T) columns."""
+        rows = torch.arange(len(columns), device=columns.device)
+        self._rows_in_use, self._places = slice(len(columns)), (rows[:, None], columns)
+        self._width = width
+
+    def _state_rows(self) -> tuple[int, Tensor | None, int]:
+        rows = self._rows_in_use
+        return (self.rows, None, rows.stop) if isinstance(rows, slice) else (self.rows, rows, 0)
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store (B, heads, T, D) of new tokens; returns the keys and values to attend to."""
+        if layer_idx not in self._layers:
+            shapes = [(self.rows, x.shape[1], self._columns, x.shape[3]) for x in (key, value)]
+            self._layers[layer_idx] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
+        stores = self._layers[layer_idx]
+        assert self._places is not None
+        rows, columns = self._places
+        for store, new in zip(stores, (key, value), strict=True):
+            store[rows, :, columns] = new.transpose(1, 2)
+        keys, values = (store[self._rows_in_use, :, : self._width] for store in stores)
+        return keys, values
+
+    def copy_of(self, row: int, columns: int) -> Layers:
+        """The first keys and values of a row, (heads, columns, D) of each layer."""
+        return {
+            index: (keys[row, :, :columns].clone(), values[row, :, :columns].clone())
+            for index, (keys, values) in self._layers.items()
+        }
+
+    def put(self, row: int, layers: Layers, columns: int) -> None:
+        """Begin a row with the first ``columns`` of what :meth:`copy_of` gave; zeros follow."""
+        for stores in self._layers.values():
+            for store in stores:
+                store[row] = 0
+        for index, kept in layers.items():
+            for store, entries in zip(self._layers[index], kept, strict=True):
+                store[row, :, :columns] = entries[:, :columns]
+
+    def move(self, source: int | list[int], target: int | list[int]) -> None:
+        """Copy one row over another, or several."""
+        for stores in self._layers.values():
+            for store in stores:
+                store[target] = store[source]
+        for state in self._states.values():
+            state[target] = state[source]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use; some models call it, but with given positions none depends on it."""
+        return self._width
