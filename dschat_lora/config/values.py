@@ -75,7 +75,9 @@ def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
 
 def number_words(annotation: object) -> tuple[str, ...]:
     """Words that may be typed for a number: of ``float | Literal["auto"]``, auto."""
-    kinds = typing.get_args(annotation) if value_shape(annotation)[0] in (int, float) else ()
+    kinds = typing.get_args(annotation)
+    if not any(kind in (int, float) for kind in kinds):
+        return ()
     literals = [a for a in kinds if typing.get_origin(a) is typing.Literal]
     return tuple(word for each in literals for word in typing.get_args(each))
 

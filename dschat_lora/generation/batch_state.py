@@ -66,7 +66,9 @@ class CachedRows:
         self._first: list[int] = []  # column that each sequence begins in
         self.sequences: list[int] = []
         self._filled = 0
-        rows, columns = self._rounded(*capacity)
+        rows, columns = capacity
+        if buckets:
+            rows, columns = rows + -rows % ROW_BUCKETS[0], columns + -columns % COLUMN_BUCKET
         # One step adds 1 to all: tokens chosen, the cache's column, and each row's position.
         self._counters = torch.zeros(2 + rows, dtype=torch.int64, device=device)
         self._chosen, self._positions = self._counters[:1], self._counters[2:, None]
@@ -255,7 +257,8 @@ class CachedRows:
             return rows, columns
         largest = ROW_BUCKETS[-1]
         fitting = (bucket for bucket in ROW_BUCKETS if bucket >= rows)
-        rows = next(fitting, -(-rows // largest) * largest)
+        bucket = next(fitting, -(-rows // largest) * largest)
+        rows = min(bucket, max(rows, self._cache.capacity[0]))
         return rows, -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
 
 
