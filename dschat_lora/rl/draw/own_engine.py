@@ -87,8 +87,8 @@ class OwnEngine(Drawing):
             with self._weights() as (model, keep_going):
                 if id(model) not in self._decoders:
                     check_cache(model)
-                decoder = self._decoder(model)
-                refills = decoder.refills and not (keep_going or cuts or self._has_turns)
+                refills = not (keep_going or cuts or self._has_turns)
+                refills = refills and self._decoder(model).refills
                 before = self._at_a_time
                 self._may_narrow = refills and self._by_memory and self._is_whole
 
