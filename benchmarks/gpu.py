@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+USER_CASES = ("sft-1.3b", "ppo-1.3b", "sft-6.7b", "ppo-6.7b")
+PUBLISHED = (
+    *("sft-llama-3.1-8b", "sft-qwen2.5-7b", "decode-qwen3-4b", "grpo-qwen2.5-1.5b"),
+    *("grpo-llama-3.1-8b", "sft-qwen3-30b-a3b", "decode-qwen3-30b-a3b"),
+)
 # Part -> its module under benchmarks.parts, and what else its run() takes.
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "env": ("environment", {}),
@@ -24,9 +29,10 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "optimizer": ("optimizer", {}),
     "throughput-1.3b": ("throughput", {"name": "opt-1.3b"}),
     "throughput-6.7b": ("throughput", {"name": "opt-6.7b"}),
-    "throughput-llama-2-7b": ("throughput", {"name": "llama-2-7b"}),
     "tensor-parallel": ("tensor_parallel", {}),
     "ragged": ("ragged", {}),
+    **{f"user-{name}": ("user_case", {"name": name}) for name in USER_CASES},
+    **{name: ("published", {"name": name}) for name in PUBLISHED},
 }
 # Parts that take a larger size where these are set: a run to keep, in a file of its own.
 LARGE = {"sft": "BENCH_SFT", "tensor-parallel": "BENCH_TENSOR"}

@@ -5,7 +5,9 @@
 #
 # A first machine with a GPU should run `dschat-lora doctor --first_hour` before.
 # Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo attention
-# lora optimizer throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel ragged
+# lora optimizer throughput-1.3b throughput-6.7b tensor-parallel ragged user-sft-1.3b user-ppo-1.3b
+# user-sft-6.7b user-ppo-6.7b sft-llama-3.1-8b sft-qwen2.5-7b decode-qwen3-4b grpo-qwen2.5-1.5b
+# grpo-llama-3.1-8b sft-qwen3-30b-a3b decode-qwen3-30b-a3b
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
@@ -22,7 +24,10 @@ PYTHON=${PYTHON:-python3}
 BENCH_OUTPUT=${BENCH_OUTPUT:-$ROOT/benchmarks/results}
 PARTS=(
   env trajectories scaling reload saving commands pairs sft decode ppo attention lora optimizer
-  throughput-1.3b throughput-6.7b throughput-llama-2-7b tensor-parallel ragged
+  throughput-1.3b throughput-6.7b tensor-parallel ragged
+  user-sft-1.3b user-ppo-1.3b user-sft-6.7b user-ppo-6.7b
+  sft-llama-3.1-8b sft-qwen2.5-7b decode-qwen3-4b grpo-qwen2.5-1.5b
+  grpo-llama-3.1-8b sft-qwen3-30b-a3b decode-qwen3-30b-a3b
 )
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -47,9 +52,14 @@ limit() {
     optimizer) echo 45 ;;
     throughput-1.3b) echo 165 ;;
     throughput-6.7b) echo 240 ;;
-    throughput-llama-2-7b) echo 240 ;;
     tensor-parallel) [[ -n ${BENCH_TENSOR:-} ]] && echo 595 || echo 105 ;;
     ragged) echo 60 ;;
+    user-sft-1.3b) echo 60 ;;
+    user-*) echo 120 ;;
+    sft-*) echo 120 ;;
+    decode-qwen3-4b) echo 90 ;;
+    decode-*) echo 120 ;;
+    grpo-*) echo 120 ;;
     *) return 1 ;;
   esac
 }

@@ -33,6 +33,7 @@ from benchmarks.common.ppo_task import (
     write_task,
 )
 from benchmarks.common.report import print_table
+from benchmarks.common.shapes import Shape
 from benchmarks.common.turns import (
     Runner,
     all_run,
@@ -42,9 +43,10 @@ from benchmarks.common.turns import (
     take_turns,
     times_ours,
 )
+from benchmarks.contenders.common import leave_group
+from dschat_lora.engine.build import DTYPES
 
 OURS, TRL = "ours", "TRL"
-GROUP = 8  # responses to a prompt
 SHAPE = DecoderShape(256, 4, 8)
 SIZE = IterationSize(SHAPE, SHAPE, 4096, 16, 64, 64, 64, 16, (REAL, FULL), 9, 600.0)
 TINY_SHAPE = DecoderShape(32, 2, 4)
@@ -88,15 +90,12 @@ def serve_ours(connection: Any, task: PpoTask) -> None:
     """Iterate when asked."""
     from benchmarks.contenders.ppo import our_iterations
 
-    count = task.size.responses
     options = {
         "algorithm": "grpo",
-        "num_generations": str(GROUP),
+        "num_generations": str(task.size.group),
         "reward_function": "benchmarks.grpo:reward",
-        "per_device_generation_batch_size": str(count),
-        "per_device_training_batch_size": str(count),
         "kl_coef": str(KL_COEF),
-        "merge_for_rollouts": "",
+        **(_on_gpu(task) if torch.cuda.is_available() else {"merge_for_rollouts": ""}),
     }
     clock = Clock(connection.send)
     with ExitStack() as closing:
@@ -111,6 +110,16 @@ def serve_ours(connection: Any, task: PpoTask) -> None:
         connection.send(peak_bytes())
 
 
+def _on_gpu(task: PpoTask) -> dict[str, str]:
+    """Options of a published size: rows and recomputation are left to the package to choose."""
+    size = task.size
+    options = {"per_device_training_batch_size": str(size.chat_micro)}
+    options["gradient_accumulation_steps"] = str(size.responses // size.chat_micro)
+    if isinstance(size.actor, Shape) and size.actor.base_bits == 4:
+        options["base_bits"] = "4"
+    return options
+
+
 def serve_trl(connection: Any, task: PpoTask) -> None:
     """Have the trainer wait between its steps."""
     from datasets import Dataset
@@ -118,6 +127,7 @@ def serve_trl(connection: Any, task: PpoTask) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    leave_group()
     size, generated = task.size, [0]
 
     def score(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -145,14 +155,15 @@ def serve_trl(connection: Any, task: PpoTask) -> None:
             self.clock.start()
 
     tokenizer = AutoTokenizer.from_pretrained(task.path("actor"), padding_side="left")
-    base = AutoModelForCausalLM.from_pretrained(task.path("actor"), dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(task.path("actor"), dtype=DTYPES[task.dtype])
+    base.to("cuda" if torch.cuda.is_available() else "cpu")
     model = PeftModel.from_pretrained(base, task.path("sft"), is_trainable=True)
     rows = Path(task.path("prompts.jsonl")).read_text(encoding="utf-8").splitlines()
     config = GRPOConfig(
         output_dir=task.path("trl"),
         per_device_train_batch_size=size.chat_micro,
         gradient_accumulation_steps=size.responses // size.chat_micro,
-        num_generations=GROUP,
+        num_generations=size.group,
         max_completion_length=size.max_answer,
         max_steps=10**6,
         learning_rate=RATE,
@@ -164,7 +175,7 @@ def serve_trl(connection: Any, task: PpoTask) -> None:
         logging_strategy="no",
         report_to="none",
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+        bf16=task.dtype == "bf16",
         disable_tqdm=True,
     )
     trainer = GRPOTrainer(

@@ -122,6 +122,7 @@ def sft(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
     streaming: bool = False,
@@ -237,7 +238,7 @@ def sft(
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
@@ -249,6 +250,7 @@ def sft(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
@@ -364,6 +366,7 @@ def reward(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
     streaming: bool = False,
@@ -461,7 +464,7 @@ def reward(
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
@@ -473,6 +476,7 @@ def reward(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
@@ -594,6 +598,7 @@ def dpo(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
     streaming: bool = False,
@@ -699,7 +704,7 @@ def dpo(
         tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
         base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
         zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
         dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
         offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
@@ -711,6 +716,7 @@ def dpo(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
@@ -893,6 +899,7 @@ def rlhf(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     release_inference_cache: bool = False,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
@@ -972,7 +979,7 @@ def rlhf(
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
@@ -984,7 +991,7 @@ def rlhf(
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         trust_remote_code (bool): run model code that comes with a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
         eot_token (str): end-of-text token of --add_eot_token
@@ -1113,6 +1120,7 @@ def rlhf(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
@@ -1323,6 +1331,7 @@ def distill(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     release_inference_cache: bool = False,
     distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
     teacher_system_prompt: str | None = None,
@@ -1395,7 +1404,7 @@ def distill(
         actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         actor_weight_decay (float): decoupled weight decay; biases and norms exempt
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
@@ -1407,7 +1416,7 @@ def distill(
         critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
         critic_weight_decay (float): decoupled weight decay; biases and norms exempt
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
         trust_remote_code (bool): run model code that comes with a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
         eot_token (str): end-of-text token of --add_eot_token
@@ -1535,6 +1544,7 @@ def distill(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
@@ -1968,7 +1978,7 @@ class Trainer(_Trainer):
             per_device_eval_batch_size (int): rows per device in evaluation
             base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
             zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-            gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate
+            gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
             deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
             dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
             offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on

@@ -52,9 +52,11 @@ PARTS = (
     "optimizer",
     "throughput-1.3b",
     "throughput-6.7b",
-    "throughput-llama-2-7b",
     "tensor-parallel",
     "ragged",
+    *("user-sft-1.3b", "user-ppo-1.3b", "user-sft-6.7b", "user-ppo-6.7b"),
+    *("sft-llama-3.1-8b", "sft-qwen2.5-7b", "decode-qwen3-4b", "grpo-qwen2.5-1.5b"),
+    *("grpo-llama-3.1-8b", "sft-qwen3-30b-a3b", "decode-qwen3-30b-a3b"),
 )
 
 
@@ -400,7 +402,7 @@ def test_each_documented_group_of_parts_ends_within_ten_minutes_even_if_all_have
     limits = limits_of_all_parts()
     lines = re.findall(r"^benchmarks/gpu\.sh (.+?) +# group", README.read_text(), re.MULTILINE)
     groups = [line.split() for line in lines]
-    assert len(groups) == 5
+    assert len(groups) == 7
     assert tuple(part for group in groups for part in group) == PARTS
     for group in groups:
         assert sum(limits[part] + 5 for part in group) <= 10 * 60

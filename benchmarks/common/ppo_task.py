@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import OPTConfig, PreTrainedTokenizerFast
 
 from benchmarks.common.pair_data import QUANTILES, draw_length
+from benchmarks.common.shapes import Shape, draw_weights_, model_config
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES
@@ -43,6 +43,7 @@ class IterationSize:
 
     Attributes:
         actor, critic: their bases; the reference has the actor's, the reward model the critic's.
+            None: there is no critic.
         vocab_size: of both.
         lora_dim: r, on all six linear layers of each block.
         max_prompt, max_answer: tokens.
@@ -50,10 +51,11 @@ class IterationSize:
         chat_micro: responses of a micro-batch of DeepSpeed-Chat's update.
         settings: those that are measured.
         rounds: iterations of each. seconds: no round begins later than so much after the first.
+        group: responses to a prompt, of algorithms that compare them.
     """
 
-    actor: DecoderShape
-    critic: DecoderShape
+    actor: DecoderShape | Shape
+    critic: DecoderShape | None
     vocab_size: int
     lora_dim: int
     max_prompt: int
@@ -63,6 +65,7 @@ class IterationSize:
     settings: tuple[str, ...]
     rounds: int
     seconds: float
+    group: int = 8
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,16 @@ def write_task(
         for _ in range(size.responses)
     ]
     everything = prompts + [size.max_prompt] * size.responses
+    if size.settings == (FULL,):
+        everything = everything[size.responses :]
     ids = [generator.integers(FIRST_WORD, size.vocab_size, n).tolist() for n in everything]
     rows = [json.dumps({"prompt": " ".join(map(_word, each))}) for each in ids]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    tokenizer = _tokenizer(size.vocab_size)
+    tokenizer = word_tokenizer(size.vocab_size)
     for role, adapter in (("actor", "sft"), ("critic", "reward")):
-        base = directory / role
-        shape = getattr(size, role)
+        base, shape = directory / role, getattr(size, role)
+        if shape is None:
+            continue
         _write_base(base, shape, size, dtype=DTYPES[dtype], device=device)
         tokenizer.save_pretrained(base)
         _write_adapter(directory / adapter, base, size.lora_dim, scores=adapter == "reward")
@@ -127,7 +133,7 @@ def write_task(
     settings = {
         REAL: Setting(first, None),
         ENDING: Setting(first, tuple(answers)),
-        FULL: Setting(tuple(n + size.responses for n in first), None),
+        FULL: Setting(tuple(range(len(ids) - size.responses, len(ids))), None),
     }
     return PpoTask(str(directory), size, ids, settings, dtype, threads)
 
@@ -136,7 +142,7 @@ def _word(token: int) -> str:
     return f"w{token}"
 
 
-def _tokenizer(vocab_size: int) -> Any:
+def word_tokenizer(vocab_size: int) -> Any:
     """A token for each word, so that prompts have the lengths they are meant to have."""
     special = {"</s>": EOS_ID, "<pad>": PAD_ID, "<unk>": UNK_ID}
     words = {_word(token): token for token in range(FIRST_WORD, vocab_size)}
@@ -148,13 +154,22 @@ def _tokenizer(vocab_size: int) -> Any:
 
 def _write_base(
     path: Path,
-    shape: DecoderShape,
+    shape: DecoderShape | Shape,
     size: IterationSize,
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    config = OPTConfig(
+    config = model_config(shape) if isinstance(shape, Shape) else _opt_config(shape, size)
+    config.eos_token_id, config.bos_token_id, config.pad_token_id = EOS_ID, None, PAD_ID
+    model: Any = load_causal_lm("random", config, ModelConfig(), dtype=dtype, meta=True)
+    draw_weights_(model, device)
+    _suppress_special_(model)
+    model.save_pretrained(path)
+
+
+def _opt_config(shape: DecoderShape, size: IterationSize) -> OPTConfig:
+    return OPTConfig(
         hidden_size=shape.hidden_size,
         word_embed_proj_dim=shape.hidden_size,
         num_hidden_layers=shape.num_layers,
@@ -162,33 +177,21 @@ def _write_base(
         ffn_dim=4 * shape.hidden_size,
         vocab_size=size.vocab_size,
         max_position_embeddings=max(512, size.max_prompt + size.max_answer),
-        eos_token_id=EOS_ID,
-        bos_token_id=None,
-        pad_token_id=PAD_ID,
         dropout=0.0,
         attention_dropout=0.0,
         layerdrop=0.0,
     )
-    model: Any = load_causal_lm("random", config, ModelConfig(), dtype=dtype, meta=True)
-    model.to_empty(device=device)
-    model.tie_weights()
-    _fill_(model)
-    model.save_pretrained(path)
 
 
 @torch.no_grad()
-def _fill_(model: Any) -> None:
-    """Random weights whose logit of special tokens is far below any other."""
-    torch.manual_seed(SEED)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(std=0.02)
-        else:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+def _suppress_special_(model: Any) -> None:
+    """Make logits of special tokens far below any other; without biases, as any other."""
+    last = getattr(model.get_decoder(), "final_layer_norm", None)
+    if last is None:
+        return
     # What a norm of weights 1 gives sums to that of its biases.
     embedding = model.get_input_embeddings().weight
     embedding[:FIRST_WORD] = -1.0
-    last: nn.LayerNorm = model.get_decoder().final_layer_norm
     last.bias.fill_(-LOGIT_OF_SPECIAL / embedding.shape[1])
 
 

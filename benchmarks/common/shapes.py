@@ -7,7 +7,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig, ModelConfig
@@ -38,10 +45,12 @@ class Shape:
     rows: int  # packed rows of an optimizer step
     row_length: int  # tokens a packed row may hold
     max_sample: int  # tokens of the longest sample
-    architecture: Literal["opt", "llama", "qwen3"] = "opt"
+    architecture: Literal["opt", "llama", "qwen2", "qwen3", "qwen3_moe"] = "opt"
     kv_heads: int | None = None  # fewer than heads where queries share keys
     head_size: int | None = None  # where it is not hidden_size / num_heads
     base_bits: Literal[4, 16] = 16  # of the linear layers of the blocks
+    experts: tuple[int, int] = (0, 0)  # of a block, each ``ffn_size`` wide, and those of a token
+    tied: bool = False  # embedding and head, but for OPT's, which always are
 
     @property
     def linears(self) -> list[tuple[int, int]]:
@@ -56,12 +65,20 @@ SHAPES = {
     "llama-2-7b": Shape(4096, 32, 32, 11008, 32000, 4096, 16, 8, 2048, 512, "llama", 32),
     "llama-2-13b": Shape(5120, 40, 40, 13824, 32000, 4096, 16, 8, 2048, 512, "llama", 40),
     "llama-3-8b": Shape(4096, 32, 32, 14336, 128256, 8192, 16, 8, 2048, 512, "llama", 8),
-    "qwen3-4b": Shape(2560, 36, 32, 9728, 151936, 40960, 16, 8, 2048, 512, "qwen3", 8, 128),
+    "qwen2.5-1.5b": Shape(
+        1536, 28, 12, 8960, 151936, 32768, 1, 8, 2048, 512, "qwen2", 2, tied=True
+    ),
+    "qwen2.5-7b": Shape(3584, 28, 28, 18944, 152064, 32768, 16, 8, 2048, 512, "qwen2", 4),
+    "qwen3-4b": Shape(
+        2560, 36, 32, 9728, 151936, 40960, 16, 8, 2048, 512, "qwen3", 8, 128, tied=True
+    ),
+    "qwen3-30b-a3b": Shape(
+        2048, 48, 32, 768, 151936, 40960, 16, 8, 2048, 512, "qwen3_moe", 4, 128, experts=(128, 8)
+    ),
 }
 TINY = {
     "opt-1.3b": Shape(64, 2, 4, 256, 512, 128, 8, 2, 128, 32),
     "opt-6.7b": Shape(96, 3, 4, 384, 512, 128, 8, 2, 128, 32),
-    "llama-2-7b": Shape(96, 2, 4, 256, 512, 128, 8, 2, 128, 32, "llama"),
 }
 
 
@@ -90,7 +107,7 @@ def meta_base(shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = N
     """The shape of the model alone, on the meta device."""
     return load_causal_lm(
         "random",
-        _config(shape),
+        model_config(shape),
         ModelConfig(base_bits=shape.base_bits),
         dtype=dtype,
         meta=True,
@@ -98,7 +115,15 @@ def meta_base(shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = N
     )
 
 
-def _config(shape: Shape) -> PretrainedConfig:
+_FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+
+
+def model_config(shape: Shape) -> PretrainedConfig:
     common = {
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
@@ -109,13 +134,15 @@ def _config(shape: Shape) -> PretrainedConfig:
         "pad_token_id": PAD_ID,
     }
     if shape.architecture != "opt":
-        family = {"llama": LlamaConfig, "qwen3": Qwen3Config}[shape.architecture]
-        return family(
-            intermediate_size=shape.ffn_size,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_size,
-            **common,
-        )
+        family = _FAMILIES[shape.architecture]
+        common |= {"intermediate_size": shape.ffn_size, "num_key_value_heads": shape.kv_heads}
+        if shape.head_size is not None:
+            common["head_dim"] = shape.head_size
+        if shape.experts[0]:
+            names = ("num_experts", "num_experts_per_tok")
+            common |= dict(zip(names, shape.experts, strict=True))
+            common["moe_intermediate_size"] = shape.ffn_size
+        return family(tie_word_embeddings=shape.tied, **common)
     return OPTConfig(
         word_embed_proj_dim=shape.hidden_size,
         ffn_dim=shape.ffn_size,

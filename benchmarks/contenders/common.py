@@ -246,11 +246,19 @@ class ChatSteps:
         self.adam.zero_grad()
 
 
+def leave_group() -> None:
+    """Have TRL, or a command that is started, know of no group of processes.
+
+    One of a single process would have TRL wrap the model for distributed training.
+    """
+    places = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in (*places, "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def trl_options(task: Task, directory: str) -> dict[str, Any]:
     """Of any of its trainers: no recomputation, no 16-bit types where the task has none."""
-    # A group of one process would have it wrap the model for distributed training.
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    leave_group()
     return {
         "output_dir": directory,
         "per_device_train_batch_size": task.micro_batch,

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.bundled import make_engine
-from benchmarks.common.turns import DeviceTimer
+from benchmarks.common.ppo_task import word_tokenizer
+from benchmarks.common.turns import DeviceTimer, has_trl
 from benchmarks.contenders.common import (
     ALPHA,
     CHAT,
     OURS,
+    RATE,
     ChatSteps,
+    TrlSteps,
     add_chat_lora_,
     draw_adapters_,
 )
@@ -26,6 +29,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import device
+from dschat_lora.lora.experts import fused_experts
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.blocks import check_compiler, compile_blocks
@@ -33,7 +37,7 @@ from dschat_lora.models.loading import share_parameters
 from dschat_lora.supervised.loop import evaluate, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 
-PEFT = "PEFT"
+PEFT, NARROW, TRL = "PEFT", "PEFT, 16-bit factors", "TRL"
 RECOMPUTING = {"use_reentrant": False}
 
 
@@ -123,6 +127,70 @@ class ChatLoop:
         return loss
 
 
+class TrlLoop:
+    """TRL's ``SFTTrainer`` over PEFT's layers: its collator, loss, clipping and AdamW.
+
+    Its ``training_step`` recomputes blocks only where rows do not fit without; its data loader,
+    logging and callbacks are left out.
+    """
+
+    skips_padding = False
+    all_logits = False
+
+    def __init__(self, model: Any, dtype: str, directory: str) -> None:
+        from datasets import Dataset, disable_progress_bars
+        from trl import SFTConfig, SFTTrainer
+
+        disable_progress_bars()
+        config = SFTConfig(
+            output_dir=directory,
+            learning_rate=RATE,
+            max_length=None,
+            bf16=dtype == "bf16",
+            fp16=dtype == "fp16",
+            gradient_checkpointing=False,
+            use_cpu=device().type == "cpu",
+            report_to="none",
+            disable_tqdm=True,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+        trainer = SFTTrainer(
+            model=model,
+            args=config,
+            train_dataset=Dataset.from_list([{"input_ids": [4, 5], "labels": [4, 5]}]),
+            processing_class=word_tokenizer(model.config.vocab_size),
+        )
+        self._steps, self.update = TrlSteps(trainer), DeviceTimer()
+        self.model, self.adam = model.train(), trainer.optimizer
+
+    def step(self, batches: Sequence[Batch]) -> bool:
+        """An optimizer step, which is never skipped."""
+        self._steps.examples = [row for batch in batches for row in _examples(batch)]
+        numbers, window = iter(range(len(self._steps.examples))), []
+        for batch in batches:
+            window.append([next(numbers) for _ in _examples(batch)])
+        with self.update:
+            self._steps.step(window)
+        return False
+
+    def loss(self, batch: Batch) -> float:
+        """Mean loss per supervised token."""
+        return self._steps.loss(_examples(batch))
+
+
+def _examples(batch: Batch) -> list[dict[str, list[int]]]:
+    """Tokens and labels of each sequence of a micro-batch, as TRL's rows."""
+    labels = torch.full((batch.input_ids.numel(),), IGNORE_INDEX)
+    labels[batch.logit_positions + 1] = batch.target_ids
+    labels = labels.view_as(batch.input_ids)
+    found = []
+    for ids, own, segments in zip(batch.input_ids, labels, batch.segment_ids, strict=True):
+        for number in range(1, int(segments.max()) + 1):
+            here = segments == number
+            found.append({"input_ids": ids[here].tolist(), "labels": own[here].tolist()})
+    return found
+
+
 def _timed(timer: DeviceTimer, function: Any) -> Any:
     with timer:
         return function()
@@ -176,6 +244,29 @@ def build_ways(
     return ways
 
 
+def build_published_ways(base: Any, *, lora_dim: int, dtype: str, directory: str) -> dict[str, Way]:
+    """Ours, and where they are installed PEFT with 16-bit factors and TRL, on one base.
+
+    Of experts ours alone, whose factors PEFT holds otherwise. ``directory`` is for what TRL writes.
+    """
+    model = share_parameters(base)
+    names = apply_lora(model, LoraConfig(lora_dim=lora_dim, lora_alpha=ALPHA), seed=0)
+    models = {OURS: model}
+    if has_trl() and not any(fused_experts(base)):
+        models[NARROW] = add_peft_lora(
+            share_parameters(base), names, lora_dim, DTYPES[dtype], narrow=True
+        )
+        models[TRL] = peft_model(share_parameters(base), names, lora_dim, narrow=True)
+    for each in models.values():
+        draw_adapters_(each)
+    engine = partial(make_engine, dtype=dtype, zero_stage=0, rows=1, accumulation_steps=1)
+    ways: dict[str, Way] = {}
+    for name, each in models.items():
+        is_trl = name == TRL
+        ways[name] = TrlLoop(each, dtype, directory) if is_trl else OurLoop(engine(each), each)
+    return ways
+
+
 def _can_compile() -> bool:
     try:
         check_compiler(device())
@@ -185,20 +276,34 @@ def _can_compile() -> bool:
     return True
 
 
-def add_peft_lora(model: Any, names: Sequence[str], lora_dim: int, dtype: torch.dtype) -> Any:
-    """The model with PEFT's layers, which train fp32 factors under autocast as its users do."""
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
+def add_peft_lora(
+    model: Any, names: Sequence[str], lora_dim: int, dtype: torch.dtype, *, narrow: bool = False
+) -> Any:
+    """The model with PEFT's layers, which train fp32 factors under autocast as its users do.
 
-    config = PeftConfig(r=lora_dim, lora_alpha=int(ALPHA), target_modules=list(names))
-    inject_adapter_in_model(config, model)
+    With ``narrow`` factors have the type of the base, and nothing is cast.
+    """
+    peft_model(model, names, lora_dim, narrow=narrow)
     for name in names:
         layer = model.get_submodule(name)
         for factors in (layer.lora_A, layer.lora_B):
-            factors.float().to(device())
-        # The layers alone: what else autocast would compute in fp32 stays as in ours.
-        layer.forward = partial(_under_autocast, dtype, layer.forward)
+            factors.to(device())
+            if not narrow:
+                factors.float()
+        if (
+            not narrow
+        ):  # the layers alone: what else autocast would compute in fp32 stays as in ours
+            layer.forward = partial(_under_autocast, dtype, layer.forward)
     return model
+
+
+def peft_model(model: Any, names: Sequence[str], lora_dim: int, *, narrow: bool) -> Any:
+    """PEFT's model around this one, which is changed in place."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    config = PeftConfig(r=lora_dim, lora_alpha=int(ALPHA), target_modules=list(names))
+    return get_peft_model(model, config, autocast_adapter_dtype=not narrow)
 
 
 def _under_autocast(dtype: torch.dtype, function: Any, x: Tensor) -> Any:

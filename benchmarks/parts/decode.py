@@ -95,7 +95,7 @@ def _measure(
     report: PartReport, load: Load, model: Any, *, pad_id: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Rows of one load: every response as long as it may be, and ended by some tokens."""
-    prompts = _prompts(load, model.config.vocab_size)
+    prompts = prompts_of(load, model.config.vocab_size)
     options: dict[str, Any] = {"pad_id": pad_id, "device": device}
     # On random weights both follow the same rounding in fp32 alone.
     if model.dtype == torch.float32:
@@ -121,7 +121,7 @@ def _measure(
     return rows
 
 
-def _prompts(load: Load, vocab_size: int) -> list[list[int]]:
+def prompts_of(load: Load, vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(SEED)
     least, most = load.prompt
     lengths = torch.randint(least, most + 1, (load.rows,), generator=generator).tolist()

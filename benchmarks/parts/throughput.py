@@ -37,6 +37,7 @@ from dschat_lora.perf.throughput import (
     ModelShape,
     device_peak,
     measured_peak,
+    synchronize,
 )
 from dschat_lora.supervised.loop import count
 
@@ -53,7 +54,6 @@ TARGET_DEVICE = "H200"
 TARGETS = {
     ("opt-1.3b", 128): 65_000,
     ("opt-6.7b", 128): 17_000,
-    ("llama-2-7b", 16): 18_000,
 }
 TABLE = {
     "case": "case",
@@ -114,15 +114,15 @@ def run(report: PartReport, *, tiny: bool, name: str) -> None:
     for rank in ranks:
         ways = build_ways(base, lora_dim=rank, dtype=dtype, variants=rank == ranks[-1], tiny=tiny)
         facts = describe(ways[OURS].model)
-        _check_losses(report, ways, shape, rank)
+        check_losses(report, ways, shape, rank)
         for workload, cases in _workloads(shape, ways).items():
             _fit(cases, DTYPES[dtype])
             seconds = CASE_SECONDS * len(cases)
-            _measure(cases, facts, table, rounds=TINY_ROUNDS if tiny else ROUNDS, seconds=seconds)
+            measure(cases, facts, table, rounds=TINY_ROUNDS if tiny else ROUNDS, seconds=seconds)
             ours = cases[0]
             for case in cases:
                 head = {"case": case.name, "lora_dim": rank, "workload": workload}
-                entries.append(head | _entry(case, ours, measured))
+                entries.append(head | entry_of(case, ours, measured))
             report.store({"cases": entries})
         del ways, cases, ours, case
         _free()
@@ -202,7 +202,7 @@ def _held_by_others(case: Case, cases: Sequence[Case]) -> int:
     return sum(held.values()) - held[id(case.way.adam)]
 
 
-def _check_losses(report: PartReport, ways: Mapping[str, Way], shape: Shape, rank: int) -> None:
+def check_losses(report: PartReport, ways: Mapping[str, Way], shape: Shape, rank: int) -> None:
     """All find the same loss; without that, timing them would mean nothing."""
     samples = [sample for row in mixed_rows(shape) for sample in row][:4]
     (packed,) = micro_batches([samples], shape.row_length)
@@ -221,7 +221,7 @@ def _check_losses(report: PartReport, ways: Mapping[str, Way], shape: Shape, ran
     report.check(f"r = {rank}: all find the same loss within {LOSS_LIMIT}", apart <= LOSS_LIMIT)
 
 
-def _measure(
+def measure(
     cases: Sequence[Case], facts: ModelShape, peak: float | None, *, rounds: int, seconds: float
 ) -> None:
     """Warm up, then time a step of each in turns; at least a round, fewer on a slow device."""
@@ -262,6 +262,7 @@ def _timed_step(case: Case, meter: Meter, facts: ModelShape, *, held: int) -> No
     forget_peak()
     meter.start()
     if _step(case, batches):
+        synchronize(device())
         case.steps.append(meter.step(counts, extra=extra))
         case.updates.append(case.way.update.milliseconds)
         case.peak_bytes = max(case.peak_bytes, peak_bytes() - (held if _on_gpu() else 0))
@@ -295,7 +296,7 @@ def _on_gpu() -> bool:
     return device().type == "cuda"
 
 
-def _entry(case: Case, ours: Case, measured: float) -> dict[str, Any]:
+def entry_of(case: Case, ours: Case, measured: float) -> dict[str, Any]:
     """The step of median duration, and the spread around it."""
     batches, gib = case.batches, 2**30
     counts = count(batches)

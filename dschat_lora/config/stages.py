@@ -18,7 +18,15 @@ from dschat_lora.config.groups import (
     require,
     require_numbers,
 )
-from dschat_lora.config.options import ELSEWHERE, accepted, given_options, group, hidden, option
+from dschat_lora.config.options import (
+    ELSEWHERE,
+    accepted,
+    flatten,
+    given_options,
+    group,
+    hidden,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,12 @@ _FIXED = frozenset(
 )
 
 
+_BY_MICRO_BATCH = (
+    *("dropout", "lora_dropout", "neftune_noise_alpha", "router_aux_loss_coef"),
+    "scheduler_counts_micro_steps",
+)
+
+
 @dataclass(frozen=True)
 class StageConfig:
     """Options of every stage: how long it trains, on how many processes, and where it writes."""
@@ -184,6 +198,14 @@ class StageConfig:
         """
         raise NotImplementedError
 
+    @property
+    def bound_to_micro_batches(self) -> str | None:
+        """The option by which a step is another one where its rows are divided otherwise, if any.
+
+        With it numbers are drawn, means are taken, or a schedule is counted by micro-batches.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class SupervisedConfig(StageConfig):
@@ -203,6 +225,14 @@ class SupervisedConfig(StageConfig):
         if self.batch.tokens_per_device:
             return {"rows_per_step": ("gradient_accumulation_steps",)}
         return {"rows_per_step": ("per_device_train_batch_size", "gradient_accumulation_steps")}
+
+    @property
+    def bound_to_micro_batches(self) -> str | None:
+        """Dropout and noise, means over experts or unpaired answers, and NLG's schedule."""
+        values = flatten(self)
+        if isinstance(self, DpoStageConfig) and self.dpo.is_unpaired:
+            return "loss_type"
+        return next((name for name in _BY_MICRO_BATCH if values.get(name)), None)
 
     @property
     def max_row_tokens(self) -> int:

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import deepspeed
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, destroy_at_shutdown, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling, zero_options
+from dschat_lora.engine.results import read_later
 from dschat_lora.engine.zero import gather_with_parents
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
@@ -175,7 +177,8 @@ class TrainEngine(Generic[NetworkT]):
         """As :meth:`step`, but what it returns waits for the outcome, once it is called.
 
         At ZeRO 0 a GPU is given all of the step before anything is read from it, so that a
-        second engine's step can be queued behind the first. Call on every rank.
+        second engine's step, or the next one, can be queued behind it; where losses are scaled
+        the outcome is to be read before the next backward pass. Call on every rank.
         """
         return self._plain_step() if self.zero_stage == 0 else self._zero_step()
 
@@ -205,9 +208,11 @@ class TrainEngine(Generic[NetworkT]):
         self.adam.grad_scale = excess * scale  # type: ignore[attr-defined]
         self.adam.found_inf = 1.0 - norm.isfinite().float()  # type: ignore[attr-defined]
         self._engine.step()
+        read = read_later(norm)
 
+        @cache
         def outcome() -> StepOutcome:
-            value = float(norm)
+            value = float(read())
             skipped = not math.isfinite(value)
             if self._scaler is not None:
                 self._scaler.update_scale(skipped)

@@ -271,6 +271,12 @@ def sum_tensor_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def max_tensor_(tensor: Tensor) -> Tensor:
+    """Overwrite ``tensor`` with the largest of the processes' values; call on every rank."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
 def sum_over_processes(values: list[float]) -> list[float]:
     """Each number summed over all processes, in fp64; call on every rank."""
     total = torch.tensor(values, dtype=torch.float64, device=device())

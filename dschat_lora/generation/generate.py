@@ -24,6 +24,8 @@ from dschat_lora.models.causal_lm import fp32_logits
 
 # Steps between two checks of which sequences have ended.
 GPU_POLL, CPU_POLL = 16, 1
+# Of the rows, that are free when waiting prompts are read: a GPU reads many together in less time.
+GPU_REFILL, CPU_REFILL = 0.25, 0.0
 KeepGoing = Callable[[bool], bool]
 # Relative error of logits that rounding explains; a wrong state makes it several tenths.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -72,6 +74,8 @@ class Decoder:
             and the memory of the copies; 16-bit weights are rounded anew.
         unpacked: whether 4-bit weights are unpacked once, see :class:`FastLinears`.
         retains: keep what a call has computed, for the ``prefixes`` of the next one.
+        refill_share: share of the rows that have to be free before waiting prompts are read into
+            them; by default a quarter on a GPU, and 0, at once, on a CPU.
         record: see :class:`CachedRows`; by default CUDA graphs on a GPU.
     """
 
@@ -86,12 +90,15 @@ class Decoder:
         merged: bool = False,
         unpacked: bool | None = None,
         retains: bool = False,
+        refill_share: float | None = None,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
         self._device, self._largest, self._merged = device, largest, merged
         self._unpacked, self._group = unpacked, group_of(model)
         self._record, self._retains = record, retains
+        by_default = GPU_REFILL if device.type == "cuda" else CPU_REFILL
+        self._refill_share = by_default if refill_share is None else refill_share
         self._keeps = device.type == "cuda" or record is not None
         self._weights: object = None
         self.release()
@@ -216,6 +223,7 @@ class Decoder:
                 copies=copies,
                 needed=needed,
                 poll=GPU_POLL if self._device.type == "cuda" else CPU_POLL,
+                refill=max(1, int(self._refill_share * most_rows)),
             )
         if not self._keeps:
             self._slots = None

@@ -20,45 +20,49 @@ def draw_in_slots(
     copies: int,
     needed: int,
     poll: int = 1,
+    refill: int = 1,
 ) -> None:
-    """Draw all sequences of ``responses``, one to each prompt; a row that has ended is refilled.
+    """Draw all sequences of ``responses``, one to each prompt; rows that have ended are refilled.
 
     Each ``copies`` of them belong together; where all of ``needed`` such groups have ended, the
-    others are :attr:`Responses.cut`. It is looked every ``poll`` tokens which have ended.
+    others are :attr:`Responses.cut`. It is looked every ``poll`` tokens which have ended, for which
+    alone the host waits. Prompts are read once ``refill`` rows are free, or all that wait have one.
     """
     limits = responses.limits
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     rows.reserve(min(most_rows, len(prompts)), longest)
     waiting, running = deque(range(len(prompts))), list[int]()
-    drawn, last = ([0] * len(prompts) for _ in range(2))  # tokens of each sequence, and the last
+    drawn, read = ([0] * len(prompts) for _ in range(2))  # tokens of each, and those looked at
     left = [copies] * (len(prompts) // copies)  # of each group
 
-    def take(tokens: Sequence[Sequence[int]]) -> None:
-        """Let the last rows go on with their tokens, and those that have ended leave."""
-        first = len(running) - len(tokens)
-        for row, own in reversed([*enumerate(tokens, first)]):
+    def look(found: Sequence[Sequence[int]], first: Sequence[int]) -> None:
+        """Read what rows have drawn, from those numbers of tokens on; let ended ones leave."""
+        for row in reversed(range(len(running))):
             sequence = running[row]
-            drawn[sequence], last[sequence] = drawn[sequence] + len(own), own[-1]
-            if own[-1] in responses.end_ids or drawn[sequence] == limits[sequence]:
+            own = found[row][read[sequence] - first[row] :]
+            own = own[: responses.length(own)]
+            drawn[sequence] = read[sequence] = read[sequence] + len(own)
+            if drawn[sequence] == limits[sequence] or (own and own[-1] in responses.end_ids):
                 rows.leave(row)
                 running[row] = running[-1]
                 running.pop()
                 left[sequence // copies] -= 1
 
     while left.count(0) < needed:
-        if waiting and len(running) < most_rows:
-            new = [waiting.popleft() for _ in range(min(most_rows - len(running), len(waiting)))]
+        free, count = most_rows - len(running), poll
+        if waiting and (not running or free >= min(refill, len(waiting))):
+            new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
             logits, _ = rows.join([prompts[sequence] for sequence in new], [0] * len(new))
-            running += new
             sequences, none = to_device(torch.tensor([new, [0] * len(new)]), rows.device)
-            first = responses.advance(logits, sequences, none, group_of(rows.model))
-            take([[token] for token in first.tolist()])
-            continue
-        own = [last[sequence] for sequence in running]
+            responses.advance(logits, sequences, none, group_of(rows.model))
+            for sequence in new:
+                drawn[sequence] = 1
+            running += new
+            count -= 1
         numbers = [drawn[sequence] for sequence in running]
         rooms = [limits[sequence] - drawn[sequence] for sequence in running]
-        found = rows.draw(responses, running, numbers, own, min(poll, *rooms))
-        take([each[: responses.length(each)] for each in found])
+        found = rows.draw(responses, running, numbers, min(count, *rooms))
+        look(found, [number - 1 for number in numbers])
     for row in reversed(range(len(running))):
         rows.leave(row)
     responses.cut = [n in {*waiting, *running} for n in range(len(prompts))]

@@ -207,6 +207,10 @@ class Responses:
         found: list[list[int]] = self._tokens[own, at].tolist()
         return found
 
+    def last(self, sequences: Tensor, numbers: Tensor) -> Tensor:
+        """(B,) last tokens of (B,) sequences that have so many; any of one that has none."""
+        return self._tokens[sequences, (numbers - 1).clamp(min=0)].clamp(min=0)
+
     def length(self, tokens: Sequence[int]) -> int:
         """How many of the tokens belong to a sequence: those up to and including its end."""
         ends = (count for count, token in enumerate(tokens, 1) if token in self.end_ids)

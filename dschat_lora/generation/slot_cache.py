@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.generation.batch_state import COLUMN_BUCKET
-from dschat_lora.generation.kv_cache import RecurrentStates
+from dschat_lora.generation.kv_cache import RecurrentStates, WriteHeads
 from dschat_lora.generation.prefix_cache import Layers
 
 
@@ -24,7 +24,7 @@ class SlotCache(RecurrentStates):
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows_in_use: slice | Tensor = slice(0)
         self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
-        self._width = 0
+        self._width, self._clears = 0, False
 
     @property
     def token_bytes(self) -> int:
@@ -54,35 +54,58 @@ class SlotCache(RecurrentStates):
         grown[:rows, :, :columns] = store
         return grown
 
-    def read_prompts(self, rows: Tensor, columns: Tensor, width: int) -> None:
+    def read_prompts(self, rows: Tensor, columns: Tensor, width: int, *, clears: bool) -> None:
         """What is stored next are tokens of (B,) rows, in (B, T) columns.
 
-        They attend to the first ``width`` columns.
+        They attend to the first ``width`` columns. Where a pass ``clears``, all else in their rows
+        becomes zero.
         """
         self._rows_in_use, self._places, self._width = rows, (rows[:, None], columns), width
+        self._clears = clears
 
     def read_tokens(self, columns: Tensor, width: int) -> None:
         """What is stored next are tokens of each of the first rows, in (B, T) columns."""
         rows = torch.arange(len(columns), device=columns.device)
         self._rows_in_use, self._places = slice(len(columns)), (rows[:, None], columns)
-        self._width = width
+        self._width, self._clears = width, False
 
     def _state_rows(self) -> tuple[int, Tensor | None, int]:
         rows = self._rows_in_use
         return (self.rows, None, rows.stop) if isinstance(rows, slice) else (self.rows, rows, 0)
 
+    def step_columns(self) -> Tensor | None:
+        """(rows,) int64 column of each row's next token; None while prompts are read."""
+        columns = None if self._places is None else self._places[1]
+        steps = isinstance(self._rows_in_use, slice) and columns is not None
+        return columns[:, 0] if steps and columns is not None else None
+
     def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_idx: int,
+        *_: object,
+        write: WriteHeads | None = None,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store (B, heads, T, D) of new tokens; returns the keys and values to attend to."""
+        """Store (B, heads, T, D) of new tokens; returns the keys and values to attend to.
+
+        In a step ``write`` may do so: see :meth:`step_columns`.
+        """
         if layer_idx not in self._layers:
             shapes = [(self.rows, x.shape[1], self._columns, x.shape[3]) for x in (key, value)]
             self._layers[layer_idx] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
         stores = self._layers[layer_idx]
         assert self._places is not None
         rows, columns = self._places
-        for store, new in zip(stores, (key, value), strict=True):
-            store[rows, :, columns] = new.transpose(1, 2)
+        if write is not None:
+            own = self._rows_in_use
+            write(stores[0][own], stores[1][own], columns[:, 0])
+        else:
+            for store, new in zip(stores, (key, value), strict=True):
+                if self._clears:
+                    store.index_fill_(0, rows[:, 0], 0)
+                store[rows, :, columns] = new.transpose(1, 2)
         keys, values = (store[self._rows_in_use, :, : self._width] for store in stores)
         return keys, values
 
@@ -102,13 +125,20 @@ class SlotCache(RecurrentStates):
             for store, entries in zip(self._layers[index], kept, strict=True):
                 store[row, :, :columns] = entries[:, :columns]
 
-    def move(self, source: int | list[int], target: int | list[int]) -> None:
-        """Copy one row over another, or several."""
+    def move(self, sources: Tensor, targets: Tensor, lengths: Tensor | None = None) -> None:
+        """Copy rows over others; of (B,) ``lengths`` so many columns, and zeros follow."""
+        hidden = None
+        if lengths is not None:
+            columns = torch.arange(self._columns, device=lengths.device)
+            hidden = (columns >= lengths[:, None])[:, None, :, None]
         for stores in self._layers.values():
             for store in stores:
-                store[target] = store[source]
+                rows = store.index_select(0, sources)
+                if hidden is not None:
+                    rows.masked_fill_(hidden, 0)
+                store.index_copy_(0, targets, rows)
         for state in self._states.values():
-            state[target] = state[source]
+            state.index_copy_(0, targets, state.index_select(0, sources))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in use; some models call it, but with given positions none depends on it."""

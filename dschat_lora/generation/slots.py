@@ -1,9 +1,9 @@
 """Continuous batching: rows join and leave a running batch between any two tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.algos.segments import to_device
 from dschat_lora.generation.batch_state import (
     COLUMN_BUCKET,
+    PROMPT_BUCKET,
     ROW_BUCKETS,
     next_logits,
-    padded_left,
 )
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
@@ -35,6 +35,20 @@ from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
 
 SCORED_TOKENS = 512  # of a prompt, whose logits are held at a time
+# Most of a pass that reads prompts, where shapes are few: with more, launches are hidden behind
+# the computation, and graphs would hold more memory.
+READ_TOKENS, READ_ROWS = 4096, 64
+MOVED_ROWS = 16  # at a time, likewise
+_KEYS = 4  # numbers before the tokens of a prompt that is read
+
+
+class Reading(NamedTuple):
+    """A prompt whose tokens but the first ``known`` are read into a place of the cache."""
+
+    prompt: Sequence[int]
+    known: int
+    place: int
+    adapter: int
 
 
 class ChosenAdapters(Protocol):
@@ -49,7 +63,8 @@ class SlotRows:
     """A batch whose rows come and go; each row may use another adapter.
 
     Where steps are recorded, and on a GPU, their shapes are few: rows are a power of two, or a
-    multiple of 128; those that hold no sequence read and write where nobody else does.
+    multiple of 128; those that hold no sequence read and write where nobody else does. Prompts are
+    read in passes of few shapes, too, into the places of rows that have left.
 
     Args:
         model: in evaluation mode; whole, with a kind of attention that takes our cache.
@@ -91,12 +106,17 @@ class SlotRows:
             record = graphs_for(model)
         self._has_few_shapes = record is not None or self.device.type == "cuda"
         self._steps = RecordedSteps(record)
+        self._reads = RecordedSteps(record, of="reading prompts")
         # Of each row in a step: tokens in the cache, adapter and new token; logits after it.
         self._inputs = torch.zeros(0, 3, dtype=torch.int64, device=self.device)
         self._places = torch.zeros(0, 2, dtype=torch.int64, device=self.device)  # see draw
-        self._logits = torch.zeros(0)
+        self._logits = self._read_logits = torch.zeros(0)
+        # Of each prompt that is read: see _table.
+        self._prompts = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._moves = torch.zeros(3, MOVED_ROWS, dtype=torch.int64, device=self.device)
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
+        self._at: list[int] = []  # where each row lies in the cache
         self._linears: FastLinears | None = None
 
     def __len__(self) -> int:
@@ -130,142 +150,219 @@ class SlotRows:
             (B, V) logits after them, and how many tokens of each were not computed, as another row
             began with them.
         """
-        numbers, first = range(len(prompts)), dict[tuple[int, ...], int]()
+        first = dict[tuple[int, ...], int]()
         keys = [(adapter, *prompt) for prompt, adapter in zip(prompts, adapters, strict=True)]
         alike = [first.setdefault(key, i) if self._shares else i for i, key in enumerate(keys)]
-        self.reserve(len(self) + len(prompts), max(map(len, prompts)) + 1)
-        known = {
-            i: self._take_prefix(len(self) + i, prompts[i], adapters[i])
-            for i in dict.fromkeys(alike)
-        }
-        # Recurrent layers would take padding for tokens. Beside a whole prompt, what follows a
-        # prefix would be padded to its width.
-        batches: dict[int, list[int]] = {}
-        for i in known:
-            batches.setdefault(len(prompts[i]) if self._recurrent else known[i] > 0, []).append(i)
-        logits = torch.cat(
-            [
-                self._read(
-                    [prompts[i] for i in batch],
-                    [known[i] for i in batch],
-                    rows=[len(self) + i for i in batch],
-                    adapters=[adapters[i] for i in batch],
-                )[:, -1]
-                for batch in batches.values()
-            ]
-        )
-        order = [i for batch in batches.values() for i in batch]
-        copies = [i for i in numbers if alike[i] != i]
-        if copies:
-            self._cache.move(
-                [len(self) + alike[i] for i in copies], [len(self) + i for i in copies]
-            )
+        if not self._has_few_shapes:
+            self._fill_gaps()
+        count = len(self) + len(prompts)
+        taken = {*self._at}
+        places = [place for place in range(count) if place not in taken][: len(prompts)]
+        self.reserve(count, max(map(len, prompts)) + 1)
+        known = self._take_prefixes({i: (places[i], prompts[i], adapters[i]) for i in alike})
+        passes, order = list[Tensor](), list[int]()
+        for batch in self._batches({i: (len(prompts[i]), known[i]) for i in known}):
+            rows = [Reading(prompts[i], known[i], places[i], adapters[i]) for i in batch]
+            passes.append(self._read(rows)[:, -1])
+            order += batch
+        copies = [i for i in range(len(prompts)) if alike[i] != i]
+        self._move([places[alike[i]] for i in copies], [places[i] for i in copies])
         self._tokens += map(list, prompts)
         self._numbers += adapters
-        place = {i: n for n, i in enumerate(order)}
-        return logits[[place[i] for i in alike]], [known[i] for i in alike]
+        self._at += places
+        logits, place = torch.cat(passes), {i: n for n, i in enumerate(order)}
+        if (rows_of := [place[i] for i in alike]) != [*range(len(logits))]:
+            logits = logits[to_device(torch.tensor(rows_of), self.device)]
+        return logits, [known[i] for i in alike]
 
     def prompt_logprobs(self, prompt: Sequence[int], adapter: int) -> list[float]:
         """Log-probabilities in nats of a prompt's tokens but the first; no row joins for them."""
-        row, found = len(self), list[Tensor]()
-        self.reserve(row + 1, len(prompt) + 1)
-        self._cache.put(row, {}, 0)
+        free, found = min({*range(len(self) + 1)} - {*self._at}), list[Tensor]()
+        self.reserve(len(self) + 1, len(prompt) + 1)
         following = to_device(torch.tensor(prompt[1:], dtype=torch.int64), self.device)
         # Logits of all tokens at once would take much memory; recurrent layers read a row whole.
         size = len(prompt) if self._recurrent else SCORED_TOKENS
         for first in range(0, len(prompt) - 1, size):
             end = min(first + size, len(prompt) - 1)
-            logits = self._read(
-                [prompt[:end]], [first], rows=[row], adapters=[adapter], last=end - first
-            )
+            logits = self._read([Reading(prompt[:end], first, free, adapter)], last=end - first)
             found.append(token_logprobs(logits[0], following[first:end]))
         return torch.cat(found).tolist() if found else []
 
-    def _take_prefix(self, row: int, prompt: Sequence[int], adapter: int) -> int:
-        """Put what is known of a prompt into a row; how many tokens, of which the last is none."""
-        found: tuple[Layers, int] = ({}, 0)
-        shareable = prefix_tokens(self.model, prompt[:-1])
-        if self._prefixes is not None:
-            found = self._prefixes.find(adapter, shareable)
-        if self._shares:
+    def _take_prefixes(
+        self, joining: Mapping[int, tuple[int, Sequence[int], int]]
+    ) -> dict[int, int]:
+        """Put what is known of prompts into their places; how many tokens, never a prompt's last.
+
+        Each comes with its place and adapter; what is known is of ended or of running rows.
+        """
+        known, sources = dict[int, int](), dict[int, tuple[int, int, int]]()
+        for i, (place, prompt, adapter) in joining.items():
+            found: tuple[Layers, int] = ({}, 0)
+            shareable = prefix_tokens(self.model, prompt[:-1])
+            if self._prefixes is not None:
+                found = self._prefixes.find(adapter, shareable)
             alike = (
                 (common_prefix(tokens, shareable), running)
                 for running, tokens in enumerate(self._tokens)
-                if self._numbers[running] == adapter
+                if self._shares and self._numbers[running] == adapter
             )
             length, running = max(alike, default=(0, 0))
+            known[i] = found[1]
             if length > max(found[1], MIN_PREFIX - 1):
-                found = self._cache.copy_of(running, length), length
-        self._cache.put(row, *found)
-        return found[1]
+                known[i], sources[i] = length, (self._at[running], place, length)
+            elif found[1]:
+                self._cache.put(place, *found)
+        if sources:
+            self._move(*zip(*sources.values(), strict=True))
+        return known
 
-    def _read(
-        self,
-        prompts: Sequence[Sequence[int]],
-        known: Sequence[int],
-        *,
-        rows: Sequence[int],
-        adapters: Sequence[int],
-        last: int = 1,
-    ) -> Tensor:
-        """(B, last, V) logits at the ends of prompts, whose first ``known`` are in their rows."""
-        rests = [prompt[first:] for prompt, first in zip(prompts, known, strict=True)]
-        ids, real = padded_left(rests, self._pad_id, self.device)
-        lengths, firsts, row = (
-            to_device(torch.tensor(each), self.device)
-            for each in ([*map(len, prompts)], known, rows)
-        )
-        positions = (real.cumsum(-1) - 1).clamp(min=0) + firsts[:, None]
+    def _batches(self, prompts: Mapping[int, tuple[int, int]]) -> Iterator[list[int]]:
+        """Which prompts are read together, given their lengths and how many tokens are known."""
+        # Recurrent layers would take padding for tokens. Beside a whole prompt, what follows a
+        # prefix would be padded to its width.
+        batches: dict[int, list[int]] = {}
+        for i, (length, known) in prompts.items():
+            batches.setdefault(length if self._recurrent else known > 0, []).append(i)
+        if self._recurrent or not self._has_few_shapes:
+            yield from batches.values()
+            return
+        for batch in batches.values():
+            batch.sort(key=lambda i: prompts[i][0] - prompts[i][1], reverse=True)
+            while batch:
+                length, known = prompts[batch[0]]
+                most = min(READ_ROWS, max(1, READ_TOKENS // _read_columns(length - known)))
+                most = 1 << (most.bit_length() - 1)
+                yield batch[:most]
+                del batch[:most]
+
+    def _read(self, rows: Sequence[Reading], last: int = 1) -> Tensor:
+        """(B, last, V) logits at the ends of prompts; something is known of all, or of none."""
+        tokens = max(len(row.prompt) - row.known for row in rows)
+        _, width = self._shape(0, max(len(row.prompt) for row in rows))
+        count, clears = len(rows), rows[0][1] == 0
+        columns, size = _read_columns(tokens), 1 << (count - 1).bit_length()
+        records = self._has_few_shapes and not self._recurrent and last == 1
+        if not records or size * columns > READ_TOKENS:
+            given = to_device(self._table(rows, tokens), self.device)
+            return self._read_table(given, width, clears, last)
+        # Rows that hold no prompt do again what the first one does.
+        given = self._table([*rows, *[rows[0]] * (size - count)], columns)
+        if not len(self._prompts):
+            self._prompts = self._inputs.new_zeros(READ_TOKENS + READ_ROWS * _KEYS)
+        table = self._prompts[: given.numel()].view_as(given)
+        table.copy_(to_device(given, self.device))
+        step = partial(self._read_recorded, table, width, clears)
+        self._reads.run((*given.shape, width, clears), step, self.device)
+        return self._read_logits[:count, None].clone()
+
+    def _table(self, rows: Sequence[Reading], columns: int) -> Tensor:
+        """(B, 4 + columns) of prompts: what is to be read, and its numbers before it.
+
+        They are how many tokens are read and known, the place and the adapter; padding follows.
+        """
+        table = []
+        for prompt, known, place, adapter in rows:
+            rest = prompt[known:]
+            padding = [self._pad_id] * (columns - len(rest))
+            table.append([len(rest), known, place, adapter, *padding, *rest])
+        return torch.tensor(table)
+
+    def _read_table(self, table: Tensor, width: int, clears: bool, last: int) -> Tensor:
+        """(B, last, V) logits after prompts, whose keys and values are stored."""
+        lengths, known, places, adapters = table[:, :_KEYS].unbind(1)
+        ids = table[:, _KEYS:]
+        step = torch.arange(ids.shape[1], device=self.device) - (ids.shape[1] - lengths)[:, None]
+        positions = step.clamp(min=0) + known[:, None]
         # Padding goes behind the prompt, where the next token will replace it.
-        columns = torch.where(real > 0, positions, lengths[:, None])
-        _, width = self._shape(0, max(map(len, prompts)))
-        self._cache.read_prompts(row, columns, width)
+        columns = torch.where(step >= 0, positions, (lengths + known)[:, None])
+        self._cache.read_prompts(places, columns, width, clears=clears)
         return self._forward(ids, positions, width, adapters, last)
+
+    def _read_recorded(self, table: Tensor, width: int, clears: bool) -> None:
+        """The same in place."""
+        logits = self._read_table(table, width, clears, 1)[:, -1]
+        if not len(self._read_logits):
+            self._read_logits = logits.new_zeros(READ_ROWS, logits.shape[1])
+        self._read_logits[: len(logits)] = logits
+
+    def _move(
+        self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int] = ()
+    ) -> None:
+        """Copy rows of the cache over others; where ``lengths`` are given, so many tokens alone."""
+        given = [sources, targets, lengths] if lengths else [sources, targets]
+        at_once = MOVED_ROWS if self._has_few_shapes else len(sources)
+        for first in range(0, len(sources), max(1, at_once)):
+            part = [list(each[first : first + at_once]) for each in given]
+            if not self._has_few_shapes:
+                self._cache.move(*to_device(torch.tensor(part), self.device))
+                continue
+            size = 1 << (len(part[0]) - 1).bit_length()
+            padded = torch.tensor([[*each, *each[:1] * (size - len(each))] for each in part])
+            pairs = self._moves[: len(part), :size]
+            pairs.copy_(to_device(padded, self.device))
+            step = partial(self._cache.move, *pairs)
+            self._reads.run(("move", *pairs.shape), step, self.device)
+
+    def _fill_gaps(self) -> None:
+        """Move the last rows into places that others have left, where a step is smaller then."""
+        most, _ = self._shape(len(self), 0)
+        late = [row for row, place in enumerate(self._at) if place >= most]
+        gaps = sorted({*range(most)} - {*self._at})[: len(late)]
+        self._move([self._at[row] for row in late], gaps)
+        for row, place in zip(late, gaps, strict=True):
+            self._at[row] = place
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """(B, V) logits after the next token of every row; recorded ones hold until the next."""
+        self._fill_gaps()
         lengths = [*map(len, self._tokens)]
         rows, width = self._shape(len(self), max(lengths) + 1)
         self.reserve(rows, width)
         given = torch.zeros(rows, 3, dtype=torch.int64)
-        given[: len(self)] = torch.tensor([*zip(lengths, self._numbers, tokens, strict=True)])
+        given[self._at] = torch.tensor([*zip(lengths, self._numbers, tokens, strict=True)])
         self._inputs[:rows].copy_(to_device(given, self.device))
         self._steps.run((rows, width), partial(self._advance, rows, width), self.device)
         for row, token in zip(self._tokens, tokens, strict=True):
             row.append(token)
-        return self._logits[: len(self)]
+        if self._at == [*range(len(self))]:
+            return self._logits[: len(self)]
+        return self._logits[to_device(torch.tensor(self._at), self.device)]
 
     def draw(
-        self,
-        responses: Responses,
-        sequences: Sequence[int],
-        numbers: Sequence[int],
-        tokens: Sequence[int],
-        count: int,
+        self, responses: Responses, sequences: Sequence[int], numbers: Sequence[int], count: int
     ) -> list[list[int]]:
-        """The next ``count`` tokens of every row, drawn on the device, which is waited for once.
+        """The last token of every row and the next ``count``; the host waits for the device once.
 
-        A row holds one of the ``sequences`` of ``responses``, with ``numbers`` of tokens so far,
-        the last of which is in ``tokens``.
+        A row holds one of the ``sequences`` of ``responses``, with ``numbers`` of tokens so far, at
+        least one. The next are drawn on the device, which may know the last one alone.
         """
+        if count:
+            self._draw(responses, sequences, numbers, count)
+        before = [number - 1 for number in numbers]
+        found = responses.drawn(sequences, before, count + 1)
+        for row, own in zip(self._tokens, found, strict=True):
+            row += own[:-1]
+        return found
+
+    def _draw(
+        self, responses: Responses, sequences: Sequence[int], numbers: Sequence[int], count: int
+    ) -> None:
+        self._fill_gaps()
         lengths = [*map(len, self._tokens)]
         shapes = [self._shape(len(self), max(lengths) + step) for step in range(1, count + 1)]
         rows, _ = shapes[-1]
         self.reserve(*shapes[-1])
         # Rows that hold no sequence draw for none.
-        given = torch.tensor([[0, 0, 0, responses.capacity, 0]]).repeat(rows, 1)
-        table = zip(lengths, self._numbers, tokens, sequences, numbers, strict=True)
-        given[: len(self)] = torch.tensor([*table])
+        given = torch.tensor([[0, 0, responses.capacity, 0]]).repeat(rows, 1)
+        table = zip(lengths, self._numbers, sequences, numbers, strict=True)
+        given[self._at] = torch.tensor([*table])
         given = to_device(given, self.device)
-        self._inputs[:rows].copy_(given[:, :3])
-        self._places[:rows].copy_(given[:, 3:])
+        self._inputs[:rows, :2].copy_(given[:, :2])
+        self._inputs[:rows, 2] = responses.last(*given[:, 2:].unbind(1))
+        self._places[:rows].copy_(given[:, 2:])
         for _, width in shapes:
             step = partial(self._advance_and_draw, responses, rows, width)
             self._steps.run((responses, rows, width), step, self.device)
-        found = responses.drawn(sequences, numbers, count)
-        for row, last, own in zip(self._tokens, tokens, found, strict=True):
-            row += [last, *own[:-1]]
-        return found
 
     def _advance_and_draw(self, responses: Responses, rows: int, width: int) -> None:
         """One token for each of the first rows, in place."""
@@ -303,40 +400,41 @@ class SlotRows:
         try:
             moved = self._cache.reserve(*self._shape(rows, columns))
         except BaseException:  # some may have moved
-            self._steps.forget()
+            self._forget_recorded()
             raise
         if moved:
             self._inputs = self._inputs.new_zeros(self._cache.rows, 3)
             self._places = self._places.new_zeros(self._cache.rows, 2)
-            self._steps.forget()
+            self._forget_recorded()
+
+    def _forget_recorded(self) -> None:
+        self._steps.forget()
+        self._reads.forget()
 
     def leave(self, row: int) -> None:
-        """Drop a row; the last one takes its place."""
-        last = len(self) - 1
+        """Drop a row; the last one takes its number."""
         if self._prefixes is not None:
             self._prefixes.add(
                 self._numbers[row],
                 self._tokens[row],
-                partial(self._cache.copy_of, row),
+                partial(self._cache.copy_of, self._at[row]),
                 token_bytes=self._cache.token_bytes,
             )
-        if row != last:
-            self._cache.move(last, row)
-        lists: tuple[list[Any], ...] = (self._tokens, self._numbers)
+        lists: tuple[list[Any], ...] = (self._tokens, self._numbers, self._at)
         for each in lists:
-            each[row] = each[last]
+            each[row] = each[-1]
             each.pop()
 
     def forget(self) -> None:
         """Drop all rows, and what is kept of earlier ones."""
-        self._tokens, self._numbers = [], []
+        self._tokens, self._numbers, self._at = [], [], []
         self._prefixes = None if self._prefixes is None else PrefixCache()
 
     def clear(self) -> None:
         """Drop all rows, what is kept of earlier ones, and free the cache."""
         self.forget()
         self._cache = SlotCache()
-        self._steps.forget()
+        self._forget_recorded()
 
     def _forward(
         self,
@@ -357,6 +455,13 @@ class SlotRows:
             mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
         return next_logits(self.model, ids, positions, masks, self._cache, last)
+
+
+def _read_columns(tokens: int) -> int:
+    """Columns of a pass that reads so many tokens of a prompt."""
+    if tokens < PROMPT_BUCKET:
+        return 1 << (tokens - 1).bit_length()
+    return -(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET
 
 
 def sample_each(

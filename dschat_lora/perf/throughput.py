@@ -291,8 +291,10 @@ class Meter:
     """Times optimizer steps and turns their counts into rates.
 
     A step lasts from the end of the one before, so loading data counts. Call :meth:`start`
-    before the first step, and again after anything that is not training (evaluation, saving).
-    The device is waited for at these two points only.
+    before the first step, and again after anything that is not training (evaluation, saving);
+    there alone the device is waited for. A step ends where its results are read: when the device
+    has made it or, where that waits for the host, when the next one is queued. The seconds of
+    steps add up to those from a start to the last of them.
     """
 
     shape: ModelShape | None  # None reports no FLOPs
@@ -324,7 +326,6 @@ class Meter:
         """
         if self._mark is None:
             raise RuntimeError("Meter.step() needs a Meter.start() before it")
-        synchronize(self.device)
         mark, self._mark = self._mark, self.clock()
         one = _Total(1, self._mark - mark, counts, extra or Flops())
         self._window.add(one)

@@ -152,6 +152,13 @@ class Checkpointer:
             return max_over_ranks(float(self._run.interrupts.received)) > 0
         return told > 0 or failed > 0
 
+    def is_due(self, step: int) -> bool:
+        """Whether to save after so many steps, by their number."""
+        interval = self._options.save_interval
+        # An iteration of step 3 may pass over the very step.
+        passed = interval > 0 and step // interval > self._last_step // interval
+        return passed or self._is_owed
+
     def after_step(self, step: int, requests: list[float], *, skipped: bool, last: bool) -> bool:
         """Save if due, or end the run; whether anything was saved.
 
@@ -166,12 +173,8 @@ class Checkpointer:
             raise self._explained(failure) from failure
         if self.is_stopping(requests, last=last):
             self.stop(step)
-        interval = self._options.save_interval
-        # An iteration of step 3 may pass over the very step.
-        wanted = interval > 0 and step // interval > self._last_step // interval
-        if last:
-            wanted = interval > 0 or self._options.save_minutes > 0
-        wanted = wanted or due_by_time > 0 or self._is_owed
+        saves = self._options.save_interval > 0 or self._options.save_minutes > 0
+        wanted = self.is_due(step) or due_by_time > 0 or (last and saves)
         self._is_owed = wanted and skipped and not last
         if not wanted or self._is_owed or (step == self._last_step and not last):
             return False

@@ -189,11 +189,22 @@ class TrainingLoop:
         self._log.expect(total, progress.iteration)
         self._restart_clock()
 
-    def after_iteration(self, requests: list[float], *, skipped: bool, scales_loss: bool) -> bool:
+    def is_due(self, ahead: int) -> bool:
+        """Whether an evaluation, a checkpoint or the end is due once ``ahead`` more steps are made.
+
+        Each is an iteration that is queued, but not yet counted in the progress.
+        """
+        step = self._progress.step + ahead
+        return self._eval_is_due(ahead) or self._has_ended() or self._checkpointer.is_due(step)
+
+    def after_iteration(
+        self, requests: list[float] | None, *, skipped: bool, scales_loss: bool
+    ) -> bool:
         """Evaluate and save where that is due after an iteration, or at the end; whether it is.
 
         Args:
-            requests: those of the checkpointer, summed over ranks.
+            requests: those of the checkpointer, summed over ranks; None where the next step
+                is queued, which changes weights: nothing but the gradient is looked at then.
             skipped: whether the iteration's last step changed no weight.
             scales_loss: whether an fp16 loss scale may still have to fall.
 
@@ -203,8 +214,11 @@ class TrainingLoop:
         failure_detection.after_a_step()
         progress, checkpointer = self._progress, self._checkpointer
         last = progress.iteration == self._schedule.num_iterations or self._has_ended()
+        last = last and requests is not None
         if progress.skipped_in_a_row:
             self._check_skips(scales_loss=scales_loss, last=last)
+        if requests is None:
+            return False
         is_due = last or self._eval_is_due()
         evaluates = is_due and not checkpointer.is_stopping(requests, last=last)
         if evaluates:
@@ -215,11 +229,12 @@ class TrainingLoop:
             self._restart_clock()
         return last
 
-    def _eval_is_due(self) -> bool:
-        iteration, interval = self._progress.iteration, self._schedule.eval_interval
+    def _eval_is_due(self, ahead: int = 0) -> bool:
+        iteration, interval = self._progress.iteration + ahead, self._schedule.eval_interval
         # An iteration may take several steps, or none: the interval may end within one.
         ended = interval > 0 and (
-            self._progress.step // interval > self._evaluated_up_to() // interval
+            (self._progress.step + ahead) // interval
+            > (self._evaluated_up_to() + ahead) // interval
         )
         whole_epoch = iteration % self._schedule.iterations_per_epoch == 0
         return ended or whole_epoch or iteration == self._schedule.num_iterations

@@ -1,11 +1,9 @@
 """Memory of a run of one trained model or several, estimated before it starts."""
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,20 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.logprobs import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
-from dschat_lora.checkpoint.history import STATE_FILE, checkpoints_of
+from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.addons import load, provided
-from dschat_lora.config.groups import Switch, is_on
+from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import (
-    broadcast_string,
     data_world_size,
     device,
     device_type,
     max_over_ranks,
     planned_varlen,
-    rank,
 )
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.build import AdaptedModel
-from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.launches import PassSeconds, pass_seconds
 from dschat_lora.perf.memory import (
     MemoryEstimate,
@@ -39,11 +34,8 @@ from dschat_lora.perf.memory import (
     parameter_bytes,
     rows_of,
 )
-from dschat_lora.report.directory import read_object
 
 GIB = 2**30
-# Names of roles that recompute their blocks -> bytes of a device that the run needs.
-Need = Callable[[Sequence[str]], int]
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,7 @@ class MemoryPlan:
 
     weights: int  # of all models, each shared tensor once
     separate_weights: int  # what models would take that share no tensors
-    training: int  # gradients and optimizer state, and a moving average
+    training: int  # gradients and optimizer state, a moving average, and memory of CUDA graphs
     update: int  # activations and a chunk of logits, for full rows; what ZeRO 3 gathers
     cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
     keeps_cache: bool = False  # while weights are updated
@@ -235,51 +227,6 @@ def free_memory() -> int:
     else:
         mine = psutil.virtual_memory().available // int(os.environ["LOCAL_WORLD_SIZE"])
     return -int(max_over_ranks(-float(mine)))
-
-
-def settle_recomputation(
-    config: StageConfig, switches: Mapping[str, Switch], need: Need, *, free: int
-) -> tuple[dict[str, bool], str | None]:
-    """Whether blocks are recomputed in the backward pass, and a note for the log.
-
-    Where that is ``auto``, a resumed run does as it did unless the option is typed again, and
-    another recomputes as little as fits ``free`` memory by estimate. ``switches`` are the options
-    that decide so, by name. Rank 0's decision holds; call on every rank.
-    """
-    decided = _decide(config, switches, need, free) if rank() == 0 else None
-    on, words = json.loads(broadcast_string(json.dumps(decided)))
-    return {name: name in on for name in switches}, words
-
-
-def _decide(
-    config: StageConfig, switches: Mapping[str, Switch], need: Need, free: int
-) -> tuple[list[str], str | None]:
-    """Options that are on, and a note on those that were ``auto``."""
-    before = read_object(Path(config.checkpoint) / STATE_FILE) if config.checkpoint else {}
-    before = before.get("config", {})
-    # The checkpoint holds what auto was resolved to; a typed auto is resolved anew.
-    kept = {n: before[n] for n, v in switches.items() if v == "auto" and n in before}
-    known = {n: v if n in config.given else kept.get(n, v) for n, v in switches.items()}
-    on = [name for name, value in known.items() if value is True]
-    undecided = [name for name, value in known.items() if value == "auto"]
-    chosen = fewest(undecided, lambda more: need([*on, *more]) <= USABLE * free)
-    if not chosen:
-        return on, None
-    without, within = need(on), need([*on, *chosen])
-    return [*on, *chosen], (
-        f"activations are recomputed ({', '.join(f'--{name}' for name in chosen)}): by estimate "
-        f"{without / GIB:.3g} GiB per device without, {within / GIB:.3g} GiB with, of "
-        f"{free / GIB:.3g} GiB free"
-    )
-
-
-def fewest(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
-    """The fewest of the names that fit together; all where none do."""
-    for size in range(len(names)):
-        for chosen in combinations(names, size):
-            if fits(chosen):
-                return list(chosen)
-    return list(names)
 
 
 def estimate_memory_of(

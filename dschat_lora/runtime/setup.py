@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from torch import nn
 from dschat_lora.algos.adamw import adamw_
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import ParallelConfig, RunConfig, ScheduleConfig
-from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.media import MediaReader, media_reader
@@ -37,22 +36,16 @@ from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.architecture_checks import head_is_linear
-from dschat_lora.models.blocks import (
-    can_recompute,
-    check_compiler,
-    offload_inputs,
-    recompute_blocks,
-)
+from dschat_lora.models.blocks import check_compiler
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint, file_fingerprint
-from dschat_lora.models.loading import PreTrainedModel, Tokenizer
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
 from dschat_lora.report.terminal import progress
 from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.directory import check_room
-from dschat_lora.runtime.memory import settle_recomputation
 from dschat_lora.runtime.run import OpenRun
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -200,46 +193,6 @@ def adamw_update(optim: ScheduleConfig) -> Update | None:
 def builds_shapes_alone(run: RunConfig, settings: Iterable[EngineSettings]) -> bool:
     """Whether this rank builds models without their weights: they come sharded, or never."""
     return run.dry_run or (data_rank() > 0 and all(each.zero_stage == 3 for each in settings))
-
-
-def resolve_recomputation(
-    run: OpenRun[StageConfig],
-    models: Mapping[str, PreTrainedModel],
-    *,
-    with_options: Callable[[Collection[str]], ConfigT],
-    estimate: Callable[[ConfigT], int | None],
-    free: int,
-) -> ConfigT:
-    """The config with ``--gradient_checkpointing`` of every model on or off, as they then do.
-
-    ``models`` are the trained ones, by the option that has their blocks recomputed.
-    ``with_options`` gives the config with these options on and the others off, ``estimate`` the
-    bytes that a device then needs (None where that is not understood), of ``free`` ones. Call on
-    every rank.
-
-    Raises:
-        ValueError: if blocks are to be recomputed, and the architecture cannot.
-    """
-    values, able = flatten(run.config), all(map(can_recompute, models.values()))
-
-    def need(on: Collection[str]) -> int:
-        return estimate(with_options(on)) or 0 if able else 0
-
-    switches = {option: values[option] for option in models}
-    on, words = settle_recomputation(run.config, switches, need, free=free)
-    if words is not None:
-        run.log.say(f"  note         {words}")
-    if run.config.parallel.offload_activations and device().type != "cuda":
-        run.log.say(
-            "  note         --offload_activations saves no memory on a CPU, where activations are "
-            "in host memory anyway"
-        )
-    run.record.update(on)
-    for option in filter(on.__getitem__, on):
-        recompute_blocks(models[option], option)
-        if run.config.parallel.offload_activations:
-            offload_inputs(models[option])
-    return with_options([option for option in on if on[option]])
 
 
 def state_identity(

@@ -1,5 +1,6 @@
 """Training and evaluation steps of the supervised stages: micro-batches in, losses out."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import count as count_from
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
-from dschat_lora.data.loader import Loader, Window
+from dschat_lora.data.ahead import one_ahead, pinned_window
+from dschat_lora.data.loader import Loader, StepLoader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.distributed import (
     data_rank,
@@ -19,6 +21,7 @@ from dschat_lora.engine.distributed import (
     sum_over_ranks,
     sum_with_requests,
 )
+from dschat_lora.engine.results import read_later, reads_late
 from dschat_lora.lora.layers import FactorCasts
 from dschat_lora.perf.throughput import Flops, Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
@@ -117,6 +120,22 @@ def train_steps(
     rates, one for each step; ``requests`` are numbers of this rank to be summed over all along with
     the loss.
     """
+    for read in queue_steps(engine, windows, objective, rate_factors, requests=requests):
+        yield read()
+
+
+def queue_steps(
+    engine: TrainEngine[nn.Module],
+    windows: Iterable[Window | Sequence[Any]],
+    objective: Objective,
+    rate_factors: Iterable[float],
+    *,
+    requests: Callable[[], list[float]] = list,
+) -> Iterator[Callable[[], TrainStep]]:
+    """As :func:`train_steps`, but what it yields waits for the step's results, once it is called.
+
+    With an fp16 loss scale the host waits here, as the next step needs to know of an overflow.
+    """
     casts = FactorCasts(engine.module)
     for window, factor in zip(windows, rate_factors, strict=False):
         engine.train()
@@ -134,19 +153,75 @@ def train_steps(
                     shared = sum_with_requests(totals, requests())
                     loss = broken_unless_finite(loss, shared[: len(result.sums)].sum())
                 engine.backward(loss, last=last)
-        outcome = engine.step()
-        values = iter(shared.tolist())
-        sums = list(islice(values, len(result.sums)))
-        mean = _mean_loss(sums, counts, objective)
-        means: Means = {n: next(values) / max(1, counts.num_samples) for n in result.columns}
-        means = objective.combine(means) | _nll_mean(sums, counts)
+        outcome = engine.queue_step()
+        if engine.loss_scaler is not None:
+            outcome()
+        targets, metrics = dict[str, int](), dict[str, float]()
         if isinstance(window, Window):
-            means |= window.metrics
-            if result.by_source is not None:
-                targets = window.source_targets.items()
-                totals_of = {name: (next(values), n) for name, n in targets}
-                means |= {f"loss/{s}": t / n if n else None for s, (t, n) in totals_of.items()}
-        yield TrainStep(mean, counts, outcome, learning_rates, list(values), means)
+            metrics = window.metrics
+            targets = window.source_targets if result.by_source is not None else {}
+        yield _Queued(
+            read_later(shared),
+            counts,
+            outcome,
+            learning_rates,
+            objective,
+            num_sums=len(result.sums),
+            columns=tuple(result.columns),
+            source_targets=targets,
+            metrics=metrics,
+        )
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """Results of a step that the device has been given."""
+
+    shared: Callable[[], Tensor]  # sums over all ranks, and requests
+    counts: StepCounts
+    outcome: Callable[[], StepOutcome]
+    learning_rates: dict[str, float]
+    objective: Objective
+    num_sums: int  # of the loss
+    columns: tuple[str, ...]
+    source_targets: dict[str, int]
+    metrics: dict[str, float]  # of the window
+
+    def __call__(self) -> TrainStep:
+        """The step, for which the host waits."""
+        counts, outcome = self.counts, self.outcome()
+        values = iter(self.shared().tolist())
+        sums = list(islice(values, self.num_sums))
+        mean = _mean_loss(sums, counts, self.objective)
+        means: Means = {n: next(values) / max(1, counts.num_samples) for n in self.columns}
+        means = {**self.objective.combine(means), **_nll_mean(sums, counts), **self.metrics}
+        totals = {name: (next(values), n) for name, n in self.source_targets.items()}
+        means |= {f"loss/{name}": total / n if n else None for name, (total, n) in totals.items()}
+        return TrainStep(mean, counts, outcome, self.learning_rates, list(values), means)
+
+
+def in_turn(
+    reads: Iterable[Callable[[], TrainStep]], is_due: Callable[[int], bool]
+) -> Iterator[tuple[TrainStep, bool]]:
+    """The result of each step once the next one is queued, and whether none is queued behind it.
+
+    ``is_due`` says of so many steps whose results are not read whether the last of them is to be
+    read at once. So is the one after a step with requests, which can only be fulfilled there.
+    Where no further step can be queued, those that were made come before the error.
+    """
+    queued = deque[Callable[[], TrainStep]]()
+    try:
+        for read in reads:
+            queued.append(read)
+            reads_all = is_due(len(queued))
+            while len(queued) > 1 or (queued and reads_all):
+                result = queued.popleft()()
+                reads_all |= any(result.requests)
+                yield result, not queued
+    except Exception:
+        for read in queued:
+            yield read(), False
+        raise
 
 
 def _mean_loss(sums: Sequence[ValueT], counts: StepCounts, objective: Objective) -> ValueT:
@@ -269,13 +344,15 @@ def fit(
     loop.begin()
     if ends_early():  # before it was resumed
         return
-    for result in train_steps(
+    late = reads_late(engine.device)
+    reads = queue_steps(
         engine,
-        seeded_windows(loader, schedule, start=progress.step, seed=seed),
+        seeded_windows(loader, schedule, start=progress.step, seed=seed, ahead=late),
         objective,
         map(rate_factor, count_from(progress.step)),
         requests=checkpointer.requests,
-    ):
+    )
+    for result, newest in in_turn(reads, loop.is_due if late else lambda _: True):
         progress.add(result)
         extra = extra_flops(result.counts) if extra_flops is not None else None
         throughput = meter.step(result.counts, extra=extra)
@@ -287,20 +364,26 @@ def fit(
             log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
         if step % schedule.logging_steps == 0 or step == schedule.num_steps:
             log.say_metrics(train_line(step, schedule.num_steps, metrics | meter.window()))
-        scales_loss = outcome.loss_scale > 1
-        if loop.after_iteration(result.requests, skipped=outcome.skipped, scales_loss=scales_loss):
+        requests, scales_loss = result.requests if newest else None, outcome.loss_scale > 1
+        if loop.after_iteration(requests, skipped=outcome.skipped, scales_loss=scales_loss):
             return
 
 
 def seeded_windows(
-    loader: Loader, schedule: TrainSchedule, *, start: int = 0, seed: int
+    loader: Loader, schedule: TrainSchedule, *, start: int = 0, seed: int, ahead: bool = False
 ) -> Iterator[Window]:
     """The micro-batches of each step of the schedule from ``start`` on, in turn.
 
     Dropout draws from (seed, step, share of the data) alone: a resumed run draws what it would
-    have drawn, and ranks that hold one model between them draw alike.
+    have drawn, and ranks that hold one model between them draw alike. ``ahead`` has a thread make
+    the next window, in pinned memory; not of a stream, which reads ahead in a thread of its own,
+    and whose state is that of the window that was taken last.
     """
-    for step, window in zip(range(start, schedule.num_steps), loader.steps(start), strict=False):
+    left = max(0, schedule.num_steps - start)
+    windows: Iterator[Window] = islice(loader.steps(start), left)
+    if ahead and isinstance(loader, StepLoader):
+        windows = one_ahead(map(pinned_window, windows))
+    for step, window in enumerate(windows, start):
         torch.manual_seed(stream_seed("dropout", seed, step, data_rank()))
         yield window
 

@@ -181,7 +181,7 @@ FORMER = {
         "launch_words"
     ),
     "pipeline.plan_search": (
-        "ENOUGH_POSITIONS MOST_ROWS Change Planner Planned plan_stage plan_file planning "
+        "MOST_ROWS Change Planner Planned plan_stage plan_file planning "
         "BatchOptions batch_options resolved largest_rows search"
     ),
     "pipeline.recipe": "Recipe read_recipe options_of_stage check_stages checked_stages",

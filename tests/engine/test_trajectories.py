@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.runtime.micro_batches import smaller_micro_batches
 from helpers.spread import ALL, pairwise
 
 pytestmark = pytest.mark.stage
@@ -195,6 +198,28 @@ def test_losses_are_those_of_a_plain_run_whatever_is_shared_out_offloaded_and_re
     if row["trained"] == "every weight":
         rtol = 1e-4 if row["dtype"] == "fp32" else 0.05
         assert report["norms"] == pytest.approx(plain["norms"], rel=rtol)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_losses_are_those_of_whole_steps_where_they_are_divided_or_recomputed(
+    ranks, model_directory, size
+):
+    """What ``auto`` chooses between: the same rows in a step, packed, in other micro-batches."""
+    rows = ["--per_device_train_batch_size", str(8 // size)]
+    smaller = smaller_micro_batches(parse_config(SupervisedConfig, rows), longest=32)
+    sizes = [tuple(options.values()) for options in smaller]
+    assert sizes == [(rows, 8 // size // rows) for rows in {1: (4, 2, 1), 2: (2, 1)}[size]]
+    run = {"path": model_directory("llama"), "steps": 4, "packing": True}
+    whole = {"micro": 8 // size, "accumulation": 1}
+    runs = [whole, whole | {"checkpointing": True}]
+    runs += [{"micro": micro, "accumulation": times} for micro, times in sizes]
+    runs = [run | each for each in runs]
+    first, *others = ranks(size).run("helpers.runs:train_many", runs=runs)[0]
+    for each in others:
+        assert each["losses"] == pytest.approx(first["losses"], abs=1e-5)
+        assert each["norms"] == pytest.approx(first["norms"], rel=1e-4)
+        assert each["targets"] == first["targets"]
+    assert max(first["losses"]) - min(first["losses"]) > 1e-4
 
 
 def test_run_whose_loss_scale_reaches_its_minimum_ends_with_a_clear_line(ranks, model_directory):

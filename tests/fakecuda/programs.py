@@ -1,13 +1,16 @@
 """What is run on the fake device; each returns what was noted, ready for JSON."""
 
 import contextlib
+import json
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 import warnings
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import bitsandbytes  # noqa: F401 - binds what torch has of CUDA as it is imported
@@ -19,7 +22,7 @@ from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles 
 from benchmarks.common import shapes
 from benchmarks.common.bundled import make_engine
 from benchmarks.parts.tensor_memory import divided_among
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
@@ -31,13 +34,17 @@ from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.blocks import compile_blocks, offload_inputs, recompute_blocks
 from dschat_lora.models.loading import share_parameters
 from dschat_lora.perf.memory import estimate_memory
+from dschat_lora.perf.throughput import Meter
+from dschat_lora.report.log import RunLog
 from dschat_lora.rl.loop.memory import cache_bytes, decoding_by_memory
+from dschat_lora.runtime.graphs import record_training
 from dschat_lora.runtime.memory import MemoryPlan
-from dschat_lora.supervised.loop import train_steps
+from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
 from helpers.addons import of_addon
 from helpers.roles import config_of
+from helpers.runs import NoKeeper, loader
 
 CUDA = torch.device("cuda", 0)
 
@@ -46,6 +53,7 @@ def noted(watch):
     """What the watch has counted."""
     return {
         "waits": {f"{what}  {line}": n for (what, line), n in watch.waits.most_common()},
+        "late_reads": dict(watch.late_reads),
         "products": {f"{name} {dtype}": n for (name, dtype), n in watch.products.items()},
         "moved": [[*key, watch.collectives[key], count] for key, count in watch.moved.items()],
         "copied": dict(watch.copied),
@@ -84,8 +92,14 @@ def train(
     offload_activations=False,
     attention="sdpa",
     compiled=False,
+    recorded=False,
+    steps=2,
 ):
-    """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
+    """The last of some optimizer steps of the engine and the loop, and the estimate of memory.
+
+    ``by_step`` has of each step launches, captured graphs and replays. With ``recorded`` passes,
+    micro-batches come in turn with one of a single row.
+    """
     size = replace(
         shapes.SHAPES[shape],
         num_layers=layers or shapes.SHAPES[shape].num_layers,
@@ -119,9 +133,15 @@ def train(
         )
         if compiled:
             compile_blocks(model)
-        for _ in range(2):  # the first makes the optimizer's state
+        if recorded:
+            record_training(engine.module, model)
+            batches += shapes.micro_batches(samples[:1], rows * length)
+        made = train_steps(engine, [batches] * steps, SUPERVISED, [1.0] * steps)
+        by_step = []
+        for _ in range(steps):  # the first makes the optimizer's state
             watch.start()
-            next(train_steps(engine, [batches], SUPERVISED, [1.0]))
+            next(made)
+            by_step.append([watch.launches, len(watch.graphs), watch.replays])
         count, longest = max((b.input_ids.shape for b in batches), key=lambda s: s.numel())
         estimate = estimate_memory(
             model,
@@ -138,7 +158,57 @@ def train(
                 CUDA, length=longest, recomputes=recompute, sharded=zero_stage == 3
             ),
         )
-        return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
+        more = {"estimate": vars(estimate), "estimated": estimate.total, "by_step": by_step}
+        return noted(watch) | more
+
+
+def train_on(
+    shape,
+    *,
+    layers,
+    steps,
+    dtype="bf16",
+    card="h200",
+    zero_stage=0,
+    world_size=1,
+    save_interval=0,
+):
+    """What a run of so many steps waits for, from its first step to its end, where it evaluates."""
+    size = replace(shapes.SHAPES[shape], num_layers=layers, rows=4, row_length=512, max_sample=512)
+    with (
+        fake_cuda(card, world_size=world_size) as watch,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        watch.truth = False
+        model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA)
+        model.train()
+        engine = make_engine(
+            model, dtype=dtype, zero_stage=zero_stage, rows=2, accumulation_steps=2
+        )
+        samples = [sample for row in shapes.full_rows(size) for sample in row] * steps
+        source = loader(samples, micro=2, accumulation=2)
+        optim = OptimConfig(max_steps=steps)
+        saved, progress = [], TrainProgress()
+        keeper = NoKeeper()
+        keeper.is_due = lambda step: save_interval and step % save_interval == 0
+        keeper.after_step = lambda step, *_, **__: saved.append(step)
+        with RunLog(Path(directory), active=True) as log:
+            fit(
+                engine,
+                source,
+                SUPERVISED,
+                make_train_schedule(optim, RunConfig(), source.steps_per_epoch),
+                progress=progress,
+                rate_factor=lambda step: 1.0,
+                seed=1,
+                checkpointer=keeper,
+                meter=Meter(None, gradient_checkpointing=False, world_size=1, device=CUDA),
+                log=log,
+                evaluate_at=lambda step: step or watch.start(),
+            )
+        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+        told = [json.loads(line)["step"] for line in lines]
+        return noted(watch) | {"steps": told, "saved": saved}
 
 
 def decode(
@@ -147,6 +217,7 @@ def decode(
     layers=None,
     lora_dim=16,
     rows=8,
+    copies=1,
     length=256,
     new_tokens=128,
     dtype="bf16",
@@ -155,13 +226,17 @@ def decode(
     calls=2,
     anew=False,
 ):
-    """Each of some calls of one decoder, or of one decoder ``anew`` for each."""
+    """Each of some calls of one decoder, or of one decoder ``anew`` for each.
+
+    It has so many ``rows``, each ``copies`` of them responses to one prompt.
+    """
     size = shapes.SHAPES[shape]
     size = replace(size, lora_dim=lora_dim, num_layers=layers or size.num_layers)
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends
-        prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
+        prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows // copies)]
+        seeds = [range(n, n + copies) for n in range(len(prompts))]
         kinds = Counter()
         model.get_output_embeddings().register_forward_hook(
             lambda head, inputs, logits: kinds.update([str(logits.dtype).removeprefix("torch.")])
@@ -172,7 +247,7 @@ def decode(
             if anew or decoder is None:
                 decoder = Decoder(model, eos_ids=[2], pad_id=1, device=device(), merged=merged)
             with warnings.catch_warnings(record=True) as told:
-                decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
+                decoder(prompts, Sampling(new_tokens), seeds=seeds)
             left = [*watch.underway.elements(), *(["stream"] if watch.stream.captures else [])]
             warned, holds = [str(each.message) for each in told], sum(watch.pools.values())
             more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}
@@ -201,6 +276,31 @@ def decode_by_memory(shape, *, card, generations=8, prompt=256, answer=1024, tok
         limits = [tokens] * len(prompts)
         decoder(prompts, Sampling(answer), seeds=seeds, limits=limits, keep_logprobs=True)
         return noted(watch) | {"rows": rows, "planned": plan.peak, "free": free}
+
+
+def refill(shape, *, layers, rows=8, requests=24, copies=4, new_tokens=48, calls=3):
+    """The last of some calls of one decoder with more requests than rows, and sizes of joins."""
+    size = replace(shapes.SHAPES[shape], num_layers=layers)
+    with fake_cuda("h200") as watch:
+        watch.truth = False
+        model = shapes.random_model(size, dtype=torch.bfloat16, device=CUDA).eval()
+        largest, joined, join = (rows, 100 + new_tokens), [], SlotRows.join
+        decoder = Decoder(model, eos_ids=[2], pad_id=1, device=device(), largest=largest)
+        groups = range(0, requests, copies)
+        prompts = [[4 + n] * (100 - n % 40) for n in groups]
+        limits = [1 + (17 * n + 4) % new_tokens for n in groups]
+        seeds = [[n + copy for copy in range(copies)] for n in groups]
+
+        def note(slots, prompts, *rest):
+            joined.append(len(prompts))
+            return join(slots, prompts, *rest)
+
+        with mock.patch.object(SlotRows, "join", note):
+            for _ in range(calls):
+                watch.start()
+                joined.clear()
+                decoder(prompts, Sampling(new_tokens), seeds=seeds, limits=limits)
+        return noted(watch) | {"joined": joined}
 
 
 def serve(shape, *, layers, card="h200", adapters=2, steps=40):

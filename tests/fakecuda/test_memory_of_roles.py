@@ -18,7 +18,7 @@ pytestmark = pytest.mark.stage
 
 def write_base(directory, size):
     """A model directory of this size, whose weights are zeros that take no place on the disk."""
-    config = shapes._config(size)
+    config = shapes.model_config(size)
     config.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(assets.__file__).parent / "model" / name, directory)

@@ -1,5 +1,7 @@
 """Optimizer steps on a fake GPU: waits, types, operations, and memory against the estimate."""
 
+from collections import Counter
+
 import pytest
 
 from fakecuda.test_scaling import check_exchanges
@@ -47,12 +49,39 @@ def test_a_step_reads_its_loss_and_norm_and_waits_for_nothing_else(
         rows=4,
         length=1024,
     )
-    assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
-    assert all(times == 1 for times in found["waits"].values())
+    assert waits_of(found) == {"read": "event"}
+    assert [*found["waits"].values()] == [2]
     assert {each.split()[1] for each in found["products"]} == {dtype}
     assert any(kernel in name for name in found["operations"])
     if card == "h200":
         check_estimate(found)
+
+
+def train_on(fake_device, **options):
+    return fake_device.run("fakecuda.programs:train_on", shape="opt-1.3b", layers=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "a_step"),
+    [
+        ({}, {}),
+        *[({"save_interval": 1}, {"event": 2})] * ALL,
+        # An overflow decides the scale of the next step's losses.
+        *[({"dtype": "fp16", "card": "t4"}, {"event": 1})] * ALL,
+        # DeepSpeed reads the norm, and moves a number to the device.
+        *[({"zero_stage": 2, "world_size": 2}, {"item": 1, "copy cpu->cuda": 1})] * ALL,
+    ],
+)
+def test_a_run_waits_for_no_step_that_nothing_follows(fake_device, options, a_step):
+    """Its results are read when the device has the next one: norm, and sums of the loss."""
+    few, more = (train_on(fake_device, steps=steps, **options) for steps in (3, 5))
+    assert more["steps"] == [1, 2, 3, 4, 5]
+    grown = Counter()
+    for place, times in more["waits"].items():
+        grown[place.split("  ")[0]] += times - few["waits"].get(place, 0)
+    assert {what: times / 2 for what, times in grown.items() if times} == a_step
+    late = sum(more["late_reads"].values()) - sum(few["late_reads"].values())
+    assert late == 2 * (2 - a_step.get("event", 0) - a_step.get("item", 0))
 
 
 # The table of docs/settings_and_memory.md, and what it says of eight GPUs.
@@ -122,7 +151,7 @@ def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device,
     assert {place.split()[-1] for place in found["waits"]} <= {
         "_zero_step",
         "backward",
-        "train_steps",
+        "read",
     }
 
 
@@ -138,13 +167,13 @@ def test_block_inputs_on_the_host_leave_two_on_the_device_and_no_wait(fake_devic
     # The last two are still there when the backward pass begins.
     assert moved["copied"]["cuda->cpu"] - kept["copied"].get("cuda->cpu", 0) == 6 * each
     assert moved["copied"]["cpu->cuda"] - kept["copied"].get("cpu->cuda", 0) == (6 - 2) * each
-    assert waits_of(moved) == {"outcome": "item", "train_steps": "tolist"}
+    assert waits_of(moved) == {"read": "event"}
 
 
 @pytest.mark.thorough
 def test_compiled_blocks_run_on_the_device_and_wait_for_nothing(fake_device):
     found = train(fake_device, "opt-1.3b", layers=2, rows=4, compiled=True)
-    assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
+    assert waits_of(found) == {"read": "event"}
     assert {each.split()[1] for each in found["products"]} == {"bfloat16"}
     check_estimate(found)
 
@@ -152,6 +181,27 @@ def test_compiled_blocks_run_on_the_device_and_wait_for_nothing(fake_device):
 @pytest.mark.thorough
 def test_flex_attention_makes_its_mask_on_the_device_and_waits_for_nothing(fake_device):
     found = train(fake_device, "opt-1.3b", layers=2, rows=4, attention="flex_attention")
-    assert waits_of(found) == {"outcome": "item", "train_steps": "tolist"}
+    assert waits_of(found) == {"read": "event"}
     assert found["operations"]["flex_attention"] == 2
     check_estimate(found)
+
+
+LAUNCHED = 75  # with graphs, a micro-batch: inputs, head, loss and its share of the optimizer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shape": "llama-3-8b"},
+        *[{"shape": "opt-1.3b", "recompute": True}, {"shape": "llama-3-8b", "base_bits": 4}] * ALL,
+        *[{"shape": "opt-1.3b", "packed": True}, {"shape": "opt-1.3b", "layers": 4}] * ALL,
+    ],
+)
+def test_passes_of_a_shape_are_captured_once_and_replayed_from_then_on(fake_device, options):
+    options = {"layers": 2, "rows": 4, "steps": 3} | options
+    found = train(fake_device, **options, recorded=True)
+    launches, graphs, replays = zip(*found["by_step"], strict=True)
+    # Two micro-batches, each of a shape of its own, that come again at the second step.
+    assert (graphs, replays) == ((0, 4, 0), (0, 4, 4))
+    assert launches[2] <= 2 * LAUNCHED < launches[0] / 2
+    assert waits_of(found) == {"read": "event"}

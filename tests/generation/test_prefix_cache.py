@@ -155,9 +155,9 @@ def test_padding_is_stored_behind_its_prompt(monkeypatch):
     monkeypatch.setattr(
         SlotCache,
         "read_prompts",
-        lambda cache, rows, columns, width: (
+        lambda cache, rows, columns, width, **more: (
             places.append(columns.tolist()),
-            read(cache, rows, columns, width),
+            read(cache, rows, columns, width, **more),
         ),
     )
     with served.kernels():

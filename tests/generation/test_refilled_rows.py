@@ -50,17 +50,61 @@ def test_texts_and_logprobs_are_those_of_one_batch(kind, options):
 
 
 @pytest.mark.parametrize("poll", [1, 3, 16] if ALL else [3])
-def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(poll, monkeypatch):
+@pytest.mark.parametrize("kind", [*KINDS, *SLIDING] if ALL else ["llama"])
+def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(kind, poll, monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.slots.COLUMN_BUCKET", 8)
+    monkeypatch.setattr("dschat_lora.generation.slots.READ_TOKENS", 32)  # in several passes
+    monkeypatch.setattr("dschat_lora.generation.slots.MOVED_ROWS", 2)
     monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", poll)
-    model, tapes, options = adapted(tiny_model("llama"), 0), [], {"temperature": 0.7}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = SLIDING[kind]().eval() if kind in SLIDING else adapted(tiny_model(kind), 0)
+    tapes, options = [], {"temperature": 0.7}
     record = lambda step: tapes.append(Tape(step)) or tapes[-1]  # noqa: E731
-    decoder, found = drawn(model, options, record=record)
+    decoder, found = drawn(model, options, record=record, rows=5, refill_share=0.4)
     same(static(model, options), found)
     same(static(model, options, seeds=(others := [[9, 8]] * 5)), again(decoder, others, options))
     # What was recorded draws by its own options, into its own table.
     same(static(model, {"temperature": 0.2}), again(decoder, SEEDS, {"temperature": 0.2}))
     assert len(tapes) > 3
+
+
+@pytest.mark.parametrize(
+    ("share", "joins"), [(0.0, [4, 1, 1, 1, 1]), (0.5, [4, 2, 2]), (1.0, [4, 4])]
+)
+def test_prompts_are_read_once_a_share_of_the_rows_is_free(share, joins, monkeypatch):
+    found, join = [], SlotRows.join
+    monkeypatch.setattr(
+        SlotRows,
+        "join",
+        lambda rows, prompts, *rest: found.append(len(prompts)) or join(rows, prompts, *rest),
+    )
+    model, prompts = tiny_model("llama"), [[5 + n, 6] for n in range(8)]
+    options = {"seeds": [[n] for n in range(8)], "limits": [2, 3, 4, 5, 6, 7, 8, 9]}
+    decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(4, 0), refill_share=share)
+    text = decoder(prompts, Sampling(9), **options).tokens()
+    assert found == joins
+    plain = Decoder(model, eos_ids=(), pad_id=0, device=CPU)
+    assert text == plain(prompts, Sampling(9), **options).tokens()
+
+
+def test_rows_fill_gaps_and_move_only_where_a_step_becomes_smaller(monkeypatch):
+    moves = []
+    rows = SlotRows(tiny_model("llama"), pad_id=0, record=lambda step: step)
+    monkeypatch.setattr(rows, "_move", lambda *pairs: moves.append([*map(list, pairs)]))
+    with rows.kernels(), torch.no_grad():
+        rows.join([[5 + n, 6] for n in range(8)], [0] * 8)
+        for row in (6, 2, 0):
+            rows.leave(row)
+        rows.step([7] * 5)
+        rows.join([[9, 8], [9, 9]], [0] * 2)
+        assert sorted(rows._at) == [0, 1, 2, 3, 4, 5, 7]
+        for _ in range(4):
+            rows.leave(0)
+        rows.step([7] * 3)
+    # Places 3, 1 and 7 are in use.
+    assert [pairs for pairs in moves if pairs[0]] == [[[7], [0]]]
+    assert sorted(rows._at) == [0, 1, 3]
 
 
 def test_a_sequence_that_ends_between_two_looks_leaves_at_the_second(monkeypatch):
@@ -73,7 +117,7 @@ def test_a_sequence_that_ends_between_two_looks_leaves_at_the_second(monkeypatch
     found = decoder([[5, 6]], sampling, seeds=[[0, 0]]).tokens()
     assert found == [text[: 1 + text.index(end)]] * 2
     assert text.index(end) == 2
-    assert len(passes) == 2 * (1 + 4), "each prompt, and four steps"
+    assert len(passes) == 2 * (1 + 3), "each prompt, and three steps"
 
 
 def test_a_prompt_takes_of_a_running_row_the_tokens_that_were_drawn_for_it(monkeypatch):

@@ -5,6 +5,7 @@ import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import numpy as np
@@ -303,6 +304,9 @@ class NoKeeper:
     def is_stopping(self, requests, last=False):
         return False
 
+    def is_due(self, step):
+        return False
+
     def after_step(self, step, requests, *, skipped, last):
         return False
 
@@ -320,7 +324,17 @@ def infinite_loss(engine, batch):
     return BatchLoss(causal_lm_loss(engine, batch).total * math.inf)
 
 
-def _fit(engine, model, loss, *, accumulation=1, max_steps, checkpointer, evaluate_at):
+def _fit(
+    engine,
+    model,
+    loss,
+    *,
+    accumulation=1,
+    max_steps,
+    checkpointer,
+    evaluate_at,
+    run=RunConfig(),  # noqa: B008
+):
     """How :func:`fit` ends with a loss of one's own: its error, its lines and its progress."""
     meter = Meter(describe(model), gradient_checkpointing=False, world_size=1, device=engine.device)
     source = loader(ragged_samples(64), micro=2, accumulation=accumulation)
@@ -333,7 +347,7 @@ def _fit(engine, model, loss, *, accumulation=1, max_steps, checkpointer, evalua
                     source,
                     replace(SUPERVISED, loss=loss),
                     make_train_schedule(
-                        OptimConfig(max_steps=max_steps), RunConfig(), source.steps_per_epoch
+                        OptimConfig(max_steps=max_steps), run, source.steps_per_epoch
                     ),
                     progress=progress,
                     rate_factor=lambda step: 1.0,
@@ -383,8 +397,8 @@ def fit_with_infinite_losses(path, *, stages, infinite):
     return [_fit_with_infinite_losses(path, stage, infinite) for stage in stages]
 
 
-def _fit_with_infinite_losses(path, stage, infinite):
-    model, engine = build(path, LORA, engine_settings(stage=stage, micro=2, accumulation=2))
+def _loss_with_infinities(infinite):
+    """The loss of [step, micro-batch, rank], of two micro-batches a step, with infinite ones."""
     calls = iter(range(10**9))
 
     def loss(engine, batch):
@@ -392,7 +406,76 @@ def _fit_with_infinite_losses(path, stage, infinite):
         step, micro = divmod(next(calls), 2)
         return BatchLoss(loss + math.inf if [step, micro, rank()] in infinite else loss)
 
+    return loss
+
+
+def _fit_with_infinite_losses(path, stage, infinite):
+    model, engine = build(path, LORA, engine_settings(stage=stage, micro=2, accumulation=2))
     watching = Watching(EngineState(engine, model))
     options = {"accumulation": 2, "max_steps": 5, "evaluate_at": lambda step: None}
+    loss = _loss_with_infinities(infinite)
     report = _fit(engine, model, loss, checkpointer=watching, **options)
     return {"seen": watching.seen, **report}
+
+
+class SavesEvery(NoKeeper):
+    """Keeps what was learnt by each step of an interval, or one at which a request is fulfilled."""
+
+    def __init__(self, state, *, interval, asked_at):
+        self._state, self._interval, self._asked_at, self._queued = state, interval, asked_at, 0
+        self.saved = {}
+
+    def requests(self):
+        self._queued += 1  # the step that is being queued
+        return [float(0 < self._asked_at <= self._queued and self._asked_at not in self.saved)]
+
+    def is_due(self, step):
+        return step % self._interval == 0
+
+    def after_step(self, step, requests, *, skipped, last):
+        if saves := self.is_due(step) or any(requests):
+            self.saved[step] = dict(self._state.tensors())
+            self._asked_at = 0 if any(requests) else self._asked_at
+        return saves
+
+
+def fit_reading_late(path, *, lates, infinite, asked_at=0, fails_at=0):
+    """What :func:`fit` does where results are read a step late, as on a GPU, and where they aren't.
+
+    Args:
+        path: of the model.
+        lates: whether they are, one run each.
+        infinite: [step, micro-batch, rank] of each loss that is.
+        asked_at: step with a request to save, if any.
+        fails_at: step that fails as it is queued, if any.
+    """
+    return [_fit_reading_late(path, late, infinite, asked_at, fails_at) for late in lates]
+
+
+def _fit_reading_late(path, late, infinite, asked_at, fails_at):
+    model, engine = build(path, LORA, engine_settings(micro=2, accumulation=2))
+    state, evaluated, queue_step = EngineState(engine, model), {}, engine.queue_step
+    keeper = SavesEvery(state, interval=4, asked_at=asked_at)
+    made = iter(range(1, 10**9))
+
+    def failing():
+        if next(made) == fails_at:
+            raise ValueError("the step failed")
+        return queue_step()
+
+    options = {"accumulation": 2, "max_steps": 9, "run": RunConfig(eval_interval=3)}
+    with (
+        mock.patch.object(engine, "queue_step", failing),
+        mock.patch("dschat_lora.supervised.loop.reads_late", return_value=late),
+        # A machine without a GPU has no pinned memory.
+        mock.patch("dschat_lora.supervised.loop.pinned_window", lambda window: window),
+    ):
+        report = _fit(
+            engine,
+            model,
+            _loss_with_infinities(infinite),
+            checkpointer=keeper,
+            evaluate_at=lambda step: evaluated.update({step: dict(state.tensors())}),
+            **options,
+        )
+    return {"saved": keeper.saved, "evaluated": evaluated, **report}

@@ -1,43 +1,70 @@
-"""Which blocks are recomputed: what was asked for, what a run did before, what memory asks for."""
+"""Which blocks are recomputed, in which micro-batches: as told, as before, else the fastest."""
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
-from dschat_lora.config.options import parse_config
-from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
+from dschat_lora.perf.launches import PassSeconds
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime import memory
+from dschat_lora.runtime import memory, micro_batches
+from dschat_lora.runtime.micro_batches import StepCosts, settle, smaller_micro_batches
 
 ONE = "gradient_checkpointing"
 ACTOR, CRITIC = "actor_gradient_checkpointing", "critic_gradient_checkpointing"
+ROWS, TIMES = "per_device_train_batch_size", "gradient_accumulation_steps"
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """A single process, which agrees with itself."""
-    monkeypatch.setattr(memory, "broadcast_string", lambda fact: fact)
+@dataclasses.dataclass
+class Model:
+    """A model that trains on rows of 512 tokens: 2 ms each, 3 ms recomputed; launching takes 5."""
+
+    rows: int
+    recomputes: bool
+    tokens: int = 0
+    length: int = 512
+    sequences: int = 1
+    zero_stage: ClassVar[int] = 0
+
+    @property
+    def settings(self):
+        return SimpleNamespace(zero_stage=self.zero_stage)
+
+    def seconds(self, peak, *, fused, graphs):
+        rows = self.tokens // 512 if self.tokens else self.rows
+        return PassSeconds((2 + self.recomputes) * 1e-3 * rows, 5e-3)
 
 
-def decide(line, need, *, free, earlier=None, tmp_path=None):
+def trained(config):
+    values = flatten(config)
+    if "actor_lora_dim" not in values:
+        return [Model(values[ROWS], values[ONE] is True, values["tokens_per_device"])]
+    rows, tokens = values["per_device_training_batch_size"], values["tokens_per_device"]
+    return [Model(rows, values[name] is True, tokens) for name in (CRITIC, ACTOR)]
+
+
+def decide(line, need, *, free, earlier=None, tmp_path=None, peak=None, of=None, able=True):
     """What ``line`` comes to on a device with ``free`` GiB, going on from ``earlier``."""
-    argv = line.split()
-    config = parse_config(RlhfConfig if "actor" in line else SupervisedConfig, argv)
-    if isinstance(config, RlhfConfig):
-        switches = {
-            CRITIC: config.critic.gradient_checkpointing,
-            ACTOR: config.actor.gradient_checkpointing,
-        }
-    else:
-        switches = {ONE: config.model.gradient_checkpointing}
+    config_class = of or (RlhfConfig if "actor" in line else SupervisedConfig)
+    config = parse_config(config_class, line.split())
+    options = [ONE] if config_class is not RlhfConfig else [CRITIC, ACTOR]
     if earlier is not None:
         (tmp_path / "state.json").write_text(json.dumps({"config": earlier}))
         config = dataclasses.replace(config, checkpoint=str(tmp_path))
-    return memory.settle_recomputation(
-        config, switches, lambda on: round(need(on) * GIB), free=round(free * GIB)
-    )
+
+    def bytes_of(config):
+        values = flatten(config)
+        on = [name for name in options if values[name] is True]
+        found = need(on) if peak is None else need(on, trained(config)[0])
+        return None if found is None else round(found * GIB)
+
+    costs = StepCosts(bytes_of, trained, peak)
+    return settle(config, options, costs, free=round(free * GIB), able=able)
 
 
 def halves(on):
@@ -77,6 +104,11 @@ def test_reason_is_told_with_its_numbers():
 )
 def test_what_is_asked_for_holds_whatever_the_memory_and_needs_no_word(line, free, on):
     assert decide(line, halves, free=free) == ({ONE: on}, None)
+
+
+def test_nothing_is_recomputed_of_what_cannot_be_or_is_not_understood():
+    assert decide("", halves, free=1, able=False) == ({ONE: False}, None)
+    assert decide("", lambda on: None, free=1) == ({ONE: False}, None)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +156,142 @@ def test_checkpoint_from_before_the_option_decides_as_a_fresh_run(tmp_path):
 
 
 def test_rank_zero_decides_for_all(monkeypatch):
-    monkeypatch.setattr(memory, "rank", lambda: 1)
-    monkeypatch.setattr(
-        memory, "broadcast_string", lambda fact: json.dumps([[ONE], "as rank 0 says"])
+    told = json.dumps([{ONE: False, ROWS: 4, TIMES: 4}, "as rank 0 says"])
+    monkeypatch.setattr(micro_batches, "rank", lambda: 1)
+    monkeypatch.setattr(micro_batches, "broadcast_string", lambda fact: told)
+    said, record = [], {}
+    run = SimpleNamespace(log=SimpleNamespace(say=said.append), record=record)
+    config = parse_config(SupervisedConfig, [])
+    costs = StepCosts(lambda config: 0, trained, None)
+    config = micro_batches.resolve_step(run, {ONE: None}, config, costs, free=GIB)
+    assert (config.batch.per_device_train_batch_size, config.model.gradient_checkpointing) == (
+        4,
+        False,
     )
-    assert decide("", halves, free=1000) == ({ONE: True}, "as rank 0 says")
+    assert config.batch.gradient_accumulation_steps == 4
+    assert said == ["  note         as rank 0 says"]
+    assert record == {ONE: False, ROWS: 4, TIMES: 4}
+
+
+def by_rows(on, model):
+    """A GiB for each row whose activations are kept, a quarter for others; and 2 of weights."""
+    rows = model.tokens // 512 if model.tokens else model.rows
+    return 2 + rows * (0.25 if on else 1)
+
+
+# Of 16 rows: 18 GiB, 10 in eights, 6 in fours, 4 in twos, 3 in ones; recomputed 6 in one.
+# Milliseconds: 32 down to fours, in twos 8 x 5 of launching, in ones 80; recomputed 48.
+@pytest.mark.parametrize(
+    ("gib", "rows", "on"),
+    [
+        (18, 16, False),
+        (17, 8, False),
+        (9, 4, False),
+        (5, 2, False),
+        (3.6, 4, True),  # twos of 40 ms need 4; 12 ms x 4 recomputed, and ones would take 80
+        (3.1, 4, True),
+        (2.9, 2, True),  # 8 x 6 ms
+    ],
+)
+def test_a_gpu_divides_a_step_as_long_as_that_is_faster_than_recomputing_it(gib, rows, on):
+    decided, _ = decide("", by_rows, free=gib / 0.9 + 0.001, peak=1.0)
+    expected = {ONE: on} | ({ROWS: rows, TIMES: 16 // rows} if rows < 16 else {})
+    assert decided == expected
+
+
+def test_where_nothing_fits_the_least_is_taken():
+    assert decide("", by_rows, free=0.1, peak=1.0)[0] == {ONE: True, ROWS: 1, TIMES: 16}
+
+
+def test_both_roles_keep_or_recompute_in_the_micro_batches_of_one_size():
+    def need(on, model):
+        return 2 + model.rows * (2 - 0.5 * (CRITIC in on) - (ACTOR in on))
+
+    size = "per_device_training_batch_size"
+    decided, _ = decide("--actor_lora_dim 8", need, free=20 / 0.9, peak=1.0)
+    assert decided == {ACTOR: False, CRITIC: False, size: 8, TIMES: 2}
+    decided, _ = decide(f"--actor_lora_dim 8 --{size} 16", need, free=20 / 0.9, peak=1.0)
+    assert decided == {ACTOR: True, CRITIC: False}
+
+
+def test_what_was_chosen_is_told_with_what_the_other_would_take():
+    _, words = decide("", by_rows, free=40, peak=1.0)
+    assert words == (
+        "activations are kept: by estimate 18 GiB and 0.032 s a step of training, of 40 GiB free; "
+        "recomputed 6 GiB and 0.048 s a step"
+    )
+    _, words = decide("", by_rows, free=11.2, peak=1.0)
+    assert words == (
+        "activations are kept in smaller micro-batches (--per_device_train_batch_size 8 "
+        "--gradient_accumulation_steps 2): by estimate 10 GiB and 0.032 s a step of training, of "
+        "11.2 GiB free; kept in whole ones 18 GiB and 0.032 s a step; recomputed in whole ones "
+        "6 GiB and 0.048 s a step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "advised"),
+    [
+        (f"--{ROWS} 16", f"--{ROWS} 8 --{TIMES} 2"),
+        ("--tokens_per_device 8192", f"--tokens_per_device 4096 --{TIMES} 2"),
+    ],
+)
+def test_micro_batches_that_are_typed_stay_and_what_a_division_would_give_is_told(typed, advised):
+    decided, words = decide(typed, by_rows, free=11.2, peak=1.0)
+    assert decided == {ONE: True}
+    assert words == (
+        "activations are recomputed (--gradient_checkpointing): by estimate 6 GiB and 0.048 s a "
+        "step of training, of 11.2 GiB free; kept in whole ones 18 GiB and 0.032 s a step. "
+        f"{advised} makes the same step in 10 GiB and 0.032 s a step"
+    )
+    assert decide(typed, by_rows, free=40, peak=1.0)[1].endswith(
+        "recomputed 6 GiB and 0.048 s a step"
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--lora_dropout 0.1 --lora_dim 8",
+        "--dropout 0.1",
+        "--neftune_noise_alpha 5",
+        "--router_aux_loss_coef 0.1",
+        "--offload --zero_stage 1",
+        "--tensor_parallel_size 2",
+        "--context_parallel_size 2",
+        "--deepspeed_config configs/ds/zero2.json",
+        pytest.param("--loss_type kto", id="means over unpaired answers"),
+    ],
+)
+def test_a_step_that_another_division_would_change_or_slow_is_not_divided(line):
+    of = DpoStageConfig if "loss_type" in line else SupervisedConfig
+    decided, words = decide(line, by_rows, free=11.2, peak=1.0, of=of)
+    assert decided == {ONE: True}
+    assert "makes the same step" not in words
+
+
+def test_sharded_weights_and_gradients_are_exchanged_once_a_micro_batch(monkeypatch):
+    for stage, divided in ((1, True), (2, False), (3, False)):
+        monkeypatch.setattr(Model, "zero_stage", stage)
+        decided, _ = decide("", by_rows, free=11.2, peak=1.0)
+        assert (ROWS in decided) == divided
+
+
+def test_resumed_run_keeps_its_micro_batches(tmp_path):
+    """They are among its typed options then."""
+    earlier = {ONE: False, ROWS: 8, TIMES: 2}
+    line = f"--{ROWS} 8 --{TIMES} 2"
+    decided, _ = decide(line, by_rows, free=3, peak=1.0, earlier=earlier, tmp_path=tmp_path)
+    assert decided == {ONE: False}
+
+
+def test_smaller_micro_batches_make_the_same_step():
+    config = parse_config(SupervisedConfig, f"--{ROWS} 6 --{TIMES} 4".split())
+    sizes = [(s[ROWS], s[TIMES]) for s in smaller_micro_batches(config, longest=512)]
+    assert sizes == [(4, 6), (3, 8), (2, 12), (1, 24)]
+    config = parse_config(RlhfConfig, ["--tokens_per_device", "4000"])
+    found = [*smaller_micro_batches(config, longest=512)]
+    assert found == [{"tokens_per_device": 2000}, {"tokens_per_device": 1000}]
 
 
 def test_host_memory_is_shared_by_the_processes_of_a_node_and_the_least_counts(monkeypatch):

@@ -95,8 +95,8 @@ class Roles:
     def scores(self, batch):
         return 10.0 * torch.tensor(batch.numbers, dtype=torch.float32)
 
-    def step(self, roles):
-        return {name: StepOutcome(1.0, False, 1.0) for name in self.trained if name in roles}
+    def queue_step(self, roles):
+        return lambda: {n: StepOutcome(1.0, False, 1.0) for n in self.trained if n in roles}
 
 
 def experience(*, unscored=(), known=True, critic=True):
@@ -235,7 +235,7 @@ def test_largest_error_is_that_of_any_micro_batch():
 
 
 def test_largest_error_is_that_of_any_rank(monkeypatch):
-    monkeypatch.setattr("dschat_lora.rl.learn.update.max_over_ranks", lambda own: max(own, 0.75))
+    monkeypatch.setattr("dschat_lora.rl.learn.update.max_tensor_", lambda own: own.clamp(min=0.75))
     ((_, result), _) = updated(Roles(), experience(), TWO_HALVES)[0]
     assert result.ratio_error == 0.75
 
@@ -476,11 +476,11 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
     assert engines.set_rates(0.5) == dict.fromkeys(names, "set_rates done")
     engines.eval()
     engines.train(names)
-    assert engines.step(names) == dict.fromkeys(names, "queue_step done")
+    assert engines.queue_step(names)() == dict.fromkeys(names, "queue_step done")
     for each in (actor, critic) if both else (actor,):
         assert each.noted == [("set_rates", 0.5), ("eval",), ("train",), ("queue_step",)]
     engines.train(["critic"])
-    assert engines.step(["critic"]) == ({"critic": "queue_step done"} if both else {})
+    assert engines.queue_step(["critic"])() == ({"critic": "queue_step done"} if both else {})
     assert actor.noted[4:] == [("eval",)]
 
 

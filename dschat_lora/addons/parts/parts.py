@@ -97,6 +97,11 @@ class UserPart:
                 f"run.appended({begun[0]!r}, head=...)"
             )
 
+    @property
+    def takes_steps_late(self) -> bool:
+        """Whether nothing of the user's is called after a step, to see the weights as they are."""
+        return not hasattr(self._part, "after_step")
+
     def after_step(self, result: StepResult) -> None:
         """Tell of a step; what fails is raised once its iteration is whole."""
         try:

@@ -49,6 +49,11 @@ TRAINING, GENERATION = "training", "generation"
 _ADAPTER_PARTS = ("lora_", ".trained.", "trained_bias")
 
 
+def peak_of(card: Card) -> float | None:
+    """Dense TFLOP/s of 16 bits of a card; None where they are not known."""
+    return tabled_peak(card.name, torch.bfloat16) or tabled_peak(card.name, torch.float16)
+
+
 @dataclass(frozen=True)
 class RoleMemory:
     """Bytes on one device that a model takes, by what they hold; shared weights count once."""
@@ -95,7 +100,7 @@ class StepTime:
         ``fused`` norms and rotations are as the options say, unless it is given. Without ``graphs``
         each kernel of decoding is launched by the host.
         """
-        peak = tabled_peak(card.name, torch.bfloat16) or tabled_peak(card.name, torch.float16)
+        peak = peak_of(card)
         if peak is None or card.bandwidth is None:
             return None
         fused = self.fused if fused is None else fused

@@ -141,7 +141,7 @@ def lines(planned: Planned) -> Iterator[str]:
 
     rows = [[name, *(cell(role, column) for column in columns)] for name, role in roles.items()]
     yield from [*table(["GiB", *columns], rows), ""]
-    yield from _memory_lines(plan)
+    yield from _memory_lines(plan, card)
     if card is not None:
         yield wrapped(f"  device       {_device_words(planned, card)}")
     if planned.better is not None:
@@ -166,19 +166,24 @@ def lines(planned: Planned) -> Iterator[str]:
         yield f"$ {planned.command}{' --data_path FILE' if needs_data else ''}"
 
 
-def _memory_lines(plan: StagePlan) -> Iterator[str]:
+def _cost_words(plan: StagePlan, card: Card | None) -> str:
+    """Memory, and time where it is known."""
+    found = None if card is None else plan.time.on(card)
+    time = "" if found is None else f" and {duration(found.total)}"
+    return f"{_gib(plan.memory.peak)} GiB{time}"
+
+
+def _memory_lines(plan: StagePlan, card: Card | None) -> Iterator[str]:
     """The most that it takes, recomputed or not, and of that what decodes; what is left out."""
     yield wrapped(f"  memory       {_peak_words(plan)}")
     if isinstance(plan.models, Roles):
         words = rollout_words(plan.config, plan.memory_plan, plan.models.actor.model)
         yield wrapped(f"  rollouts     {words}")
     kept, again = (
-        _gib(with_recomputation(plan, on).memory.peak)
+        _cost_words(with_recomputation(plan, on), card)
         for on in ((), recomputing_options(plan.config))
     )
-    yield wrapped(
-        f"  recomputed   {kept} GiB where activations are kept, {again} GiB where recomputed"
-    )
+    yield wrapped(f"  recomputed   {kept} where activations are kept, {again} where recomputed")
     # What a composite model has beside text is not counted.
     if not plan.beside and (left_out := plan.left_out) is not None:
         names, size = left_out

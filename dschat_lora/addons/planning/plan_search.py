@@ -17,6 +17,7 @@ from dschat_lora.addons.planning.plan import (
     TRAINING,
     StagePlan,
     build_plan,
+    peak_of,
     recomputation,
     recomputing_options,
     with_recomputation,
@@ -38,13 +39,11 @@ from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.memory import fewest
+from dschat_lora.runtime.micro_batches import UNKNOWN_PEAK, StepCosts, whole_micro_batches
 from dschat_lora.runtime.setup import prepare_data
 
 # Of no consequence for memory; what they name need not be there.
 _OUTPUT = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "dry_run")
-# Positions of a micro-batch from which on a GPU is busy; below, recomputation costs less.
-ENOUGH_POSITIONS = 2048
 MOST_ROWS = 4096  # of a micro-batch that is looked for
 
 Change = Mapping[str, Any]  # option -> value
@@ -120,8 +119,7 @@ def _planned(
     card: Card | None,
     processes: int,
 ) -> Planned:
-    usable = None if card is None else card.usable_bytes
-    given = resolved(plan, usable)
+    given = resolved(plan, card)
     options = restated(options, given.config)
     data = _audit(name, given.config, options)
     if isinstance(data, DataAudit) and data.media and given.left_out is not None:
@@ -132,12 +130,13 @@ def _planned(
             return replace(planner(change), beside=beside)
 
     found = Planned(name, options, processes, given, card, {}, data=data)
-    if usable is None:
+    if card is None:
         return found
+    usable = card.usable_bytes
     if found.fits:
         return replace(found, largest=largest_rows(given, usable))
     bits = "base_bits" in option_names(STAGES[name].config)
-    better = search(planner, usable=usable, processes=processes, has_bits=bits)
+    better = search(planner, card=card, processes=processes, has_bits=bits)
     if better is None:
         return found
     return replace(
@@ -262,26 +261,35 @@ def batch_options(config: Any) -> list[BatchOptions]:
     return [BatchOptions(TRAINING, "per_device_train_batch_size", "gradient_accumulation_steps")]
 
 
-def resolved(plan: StagePlan, usable: int | None) -> StagePlan:
-    """The plan with what is ``auto`` as a run decides it on a device; off without one."""
+def resolved(plan: StagePlan, card: Card | None) -> StagePlan:
+    """The plan with ``auto`` as a run settles it on the card; without one nothing is recomputed."""
     on, undecided = recomputation(plan)
-    if usable is None:
-        return with_recomputation(plan, on)
+    given = with_recomputation(plan, on)
+    if card is None:
+        return given
+    stage = max(each.zero_stage for each in plan.settings.values())
+    splits = whole_micro_batches(plan.config, zero_stage=stage) is None
+    return with_rows_by_memory(_fastest(given, undecided, card, splits=splits), card)
 
-    def fits(more: Sequence[str]) -> bool:
-        return with_recomputation(plan, [*on, *more]).phases[TRAINING] <= usable
 
-    return with_rows_by_memory(with_recomputation(plan, [*on, *fewest(undecided, fits)]), usable)
-
-
-def with_rows_by_memory(plan: StagePlan, usable: int) -> StagePlan:
-    """The plan with as many responses decoded at a time as a run chooses on a device."""
+def with_rows_by_memory(plan: StagePlan, card: Card) -> StagePlan:
+    """The plan with as many responses decoded at a time as a run chooses on a card."""
     if not isinstance(plan.models, Roles):
         return plan
-    free = int((usable - sum(plan.beside.values())) / USABLE)
+    free = int((card.usable_bytes - sum(plan.beside.values())) / USABLE)
     memory, _ = unpacking_for_rollouts(plan.memory_plan, plan.models, free=free)
     config, _ = decoding_by_memory(plan.config, memory, plan.models.actor.model, free=free)
     return plan.changed(config)
+
+
+def _fastest(plan: StagePlan, undecided: Sequence[str], card: Card, *, splits: bool) -> StagePlan:
+    """Of the same step by the rule of a run; what needs least, where nothing fits."""
+    costs = StepCosts[Any](
+        need=lambda config: plan.changed(config).phases[TRAINING],
+        trained=lambda config: plan.changed(config).trained.values(),
+        peak=peak_of(card) or UNKNOWN_PEAK,
+    )
+    return plan.changed(costs.fastest(plan.config, undecided, card.usable_bytes, splits=splits))
 
 
 def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:
@@ -316,7 +324,7 @@ def _largest(need: Callable[[int], int], usable: int, most: int) -> int:
 
 
 def search(
-    planner: Planner, *, usable: int, processes: int, has_bits: bool
+    planner: Planner, *, card: Card, processes: int, has_bits: bool
 ) -> tuple[StagePlan, dict[str, Any]] | None:
     """The plan that fits, and the options that make it so; None where nothing does.
 
@@ -329,11 +337,12 @@ def search(
             plan = planner(change) if change else first
         except ValueError:
             continue  # the stage refuses it
-        if found := _in_smaller_batches(plan, usable):
+        if found := _in_smaller_batches(plan, card):
             # Options whose values differ, recomputation included where it was left open.
             old, new = flatten(first.config), flatten(found.config)
             names = set(recomputing_options(found.config))
             names |= {n for each in batch_options(found.config) for n in (each.size, each.times)}
+            names |= {"tokens_per_device", "gradient_accumulation_steps"}
             changed = {n: v for n, v in new.items() if n in names and v != old[n]}
             return found, changed | change
     return None
@@ -360,31 +369,13 @@ def _sharing(config: Any, processes: int, *, has_bits: bool) -> Iterator[dict[st
             yield change
 
 
-def _in_smaller_batches(plan: StagePlan, usable: int) -> StagePlan | None:
-    """The plan in micro-batches that fit, recomputed where that leaves too small ones."""
-
-    def positions(plan: StagePlan) -> int:
-        trained = next(iter(plan.trained.values()))
-        return trained.tokens or trained.rows * trained.length * trained.sequences
-
-    on, free = recomputation(plan)
-    found = []
-    for count in range(len(free) + 1):
-        fitting = _in_fitting_rows(with_recomputation(plan, [*on, *free[:count]]), usable)
-        if fitting is None:
-            continue
-        found.append(fitting)
-        if positions(fitting) >= min(ENOUGH_POSITIONS, positions(plan)):
-            return fitting
-    return max(found, key=positions, default=None)
-
-
-def _in_fitting_rows(plan: StagePlan, usable: int) -> StagePlan | None:
-    plan = with_rows_by_memory(plan, usable)
+def _in_smaller_batches(plan: StagePlan, card: Card) -> StagePlan | None:
+    """The plan in micro-batches, and rows that decode, that fit; None where none do."""
+    on, undecided = recomputation(plan)
+    plan = _fastest(with_recomputation(plan, on), undecided, card, splits=True)
+    plan, usable = with_rows_by_memory(plan, card), card.usable_bytes
     for rows in batch_options(plan.config):
-        fitting = (p for p in rows.of_one_step(plan) if p.phases[rows.phase] <= usable)
-        found = next(fitting, None)
-        if found is None:
-            return None
-        plan = found
+        if rows.phase == GENERATION:
+            fitting = (p for p in rows.of_one_step(plan) if p.phases[GENERATION] <= usable)
+            plan = next(fitting, plan)
     return plan if max(plan.phases.values()) <= usable else None

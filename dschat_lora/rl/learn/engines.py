@@ -129,11 +129,17 @@ class Engines:
         """Set the learning rates of both; returns them by role and parameter group."""
         return {name: engine.set_rates(factor) for name, engine in self.trained.items()}
 
-    def step(self, roles: Collection[str]) -> dict[str, StepOutcome]:
-        """One optimizer step of ``roles``, from the gradients so far."""
+    def queue_step(self, roles: Collection[str]) -> Callable[[], dict[str, StepOutcome]]:
+        """One optimizer step of ``roles``, from the gradients so far; gives what waits for it.
+
+        Where an fp16 loss is scaled the host waits here, as the next step needs to know.
+        """
         trained = {name: each for name, each in self.trained.items() if name in roles}
         queued = {name: engine.queue_step() for name, engine in trained.items()}
-        return {name: outcome() for name, outcome in queued.items()}
+        for name, engine in trained.items():
+            if engine.loss_scaler is not None:
+                queued[name]()
+        return lambda: {name: outcome() for name, outcome in queued.items()}
 
     def policy(
         self, batch: ResponseBatch, width: int, role: str = "actor"

@@ -12,7 +12,8 @@ from dschat_lora.algos.kl import KL_ESTIMATORS
 from dschat_lora.algos.ppo import PolicyLoss, loss_divisor, token_weights, value_loss
 from dschat_lora.algos.segments import to_device
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.engine.distributed import max_over_ranks, sum_tensor_
+from dschat_lora.engine.distributed import max_tensor_, sum_tensor_
+from dschat_lora.engine.results import read_later
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,
@@ -87,6 +88,13 @@ class Updater:
 
         ``rate_factor`` multiplies the peak learning rates at each step.
         """
+        for read in self.queue_steps(rate_factor, most=most):
+            yield read()
+
+    def queue_steps(
+        self, rate_factor: Callable[[int], float], *, most: int | None = None
+    ) -> Iterator[Callable[[], StepResult]]:
+        """As :meth:`steps`, but what it yields waits for a step's result, once it is called."""
         ready, sizes = list(self._steps.first_batches), self._mask.sum(1).tolist()
         make = self._steps.make_batch
         for index, minibatch in enumerate(self._steps.minibatches[:most]):
@@ -113,11 +121,12 @@ class Updater:
                 sums, largest = self._engines.retry(
                     partial(self._backward, batches, divisors, texts), backward=True
                 )
-            ratio_error = max_over_ranks(float(largest)) if first else None
+            ratio_error = [max_tensor_(largest.double())] if first else []
             if texts is not None:
                 sums["text"] = sum_tensor_(sums["text"]) / texts.num_targets
-            outcomes = self._engines.step(self._learning)
-            yield self._result(sums, divisors, outcomes, rates, ratio_error)
+            outcomes = self._engines.queue_step(self._learning)
+            numbers = read_later(torch.stack([*sums.values(), *ratio_error]))
+            yield partial(self._result, numbers, divisors, outcomes, rates)
 
     def _backward(
         self,
@@ -246,15 +255,17 @@ class Updater:
 
     def _result(
         self,
-        sums: Sums,
+        numbers: Callable[[], Tensor],
         divisors: Mapping[str, int],
-        outcomes: dict[str, StepOutcome],
+        outcomes: Callable[[], dict[str, StepOutcome]],
         learning_rates: dict[str, dict[str, float]],
-        ratio_error: float | None,
     ) -> StepResult:
+        """What a step gave, for which the host waits."""
         has_critic = self._engines.critic is not None
-        numbers = torch.stack([*sums.values()]).tolist()  # the host waits once
-        found = dict(zip(sums, numbers, strict=True))
+        sums, ratio_error = numbers().tolist(), None
+        if len(sums) > len(_SUMS):
+            ratio_error = sums.pop()
+        found = dict(zip(_SUMS, sums, strict=True))
         tokens = divisors["critic"]
         return StepResult(
             loss=found["loss"] / divisors["actor"],
@@ -266,7 +277,7 @@ class Updater:
             value_clip_fraction=found["value_clipped"] / tokens if has_critic else None,
             approx_kl=found["approx_kl"] / tokens,
             ratio_error=ratio_error,
-            outcomes=outcomes,
+            outcomes=outcomes(),
             learning_rates=learning_rates,
             num_tokens=tokens,
         )

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from dschat_lora.rl.draw.own_engine import cache_columns
 from dschat_lora.rl.learn.roles import Models, Roles
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.watch.throughput import FlopCounter
+from dschat_lora.runtime.graphs import plan_graphs
 from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, offloads_inputs, plan_memory
 
 # Of a logit while a token is drawn: fp32, its probability, the sum up to it in fp64, and twice as
@@ -34,6 +35,7 @@ class Costs:
     plan: MemoryPlan | None
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     counter: FlopCounter | None
+    recorded: list[str] = field(default_factory=list)  # roles whose passes run as CUDA graphs
 
 
 def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> tuple[RlhfConfig, Costs]:
@@ -42,7 +44,10 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> tuple[RlhfCo
     Devices have so many ``free`` bytes. Call on every rank.
     """
     roles, settings, counter = models.roles, models.settings, None
-    plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
+    trained = trained_models(config, roles, settings)
+    plan = memory_plan(config, roles, settings)
+    plan, recorded = plan_graphs(plan, trained, config.load, free=free)
+    plan, unpacked = unpacking_for_rollouts(plan, roles, free=free)
     config, plan = decoding_by_memory(config, plan, roles.actor.model, free=free)
     with suppress(ValueError):  # the start-up says why
         counter = FlopCounter(
@@ -55,7 +60,8 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> tuple[RlhfCo
             decodes_here=config.batch.engine.decodes_actor,
             compares=_logit_bytes(config) is not None,
         )
-    return config, Costs(keeping_cache(plan, config, settings, free=free), unpacked, counter)
+    kept = keeping_cache(plan, config, settings, free=free)
+    return config, Costs(kept, unpacked, counter, recorded)
 
 
 def decoding_by_memory(

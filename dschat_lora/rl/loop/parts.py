@@ -34,6 +34,9 @@ CALLED = ("after_step", "after_iteration", "before_checkpoint")
 class Part(Protocol):
     """What follows optimizer steps and iterations, on every rank; it may leave out any method.
 
+    One whose ``after_step`` looks at results alone says ``takes_steps_late = True``: on a GPU it is
+    told of an iteration's steps at their end, and the GPU does not wait between them.
+
     Parts with ``state()`` and ``restore(state)`` are of the run's checkpoints, by their name. An
     add-on's are made by ``made_parts(setup, progress)`` of its options.
     """
@@ -73,6 +76,11 @@ class Parts:
 
     def _having(self, method: str) -> list[Any]:
         return [part for part in self._parts if hasattr(part, method)]
+
+    @property
+    def take_steps_late(self) -> bool:
+        """Whether each may be told of a step when further ones have changed the weights."""
+        return all(getattr(each, "takes_steps_late", False) for each in self._having("after_step"))
 
     def after_step(self, result: StepResult) -> None:
         """Tell each of an optimizer step."""
@@ -133,6 +141,7 @@ class KlControl:
     """Measures the divergence from the reference, and steers ``kl_coef`` where it has a target."""
 
     name = "kl_control"
+    takes_steps_late = True
     config: PpoConfig
     progress: RlhfProgress  # with the state
     _actor_learns: bool = False
@@ -164,6 +173,7 @@ class EntropyTarget:
     """Steers the weight of the entropy bonus where ``--target_entropy`` is given."""
 
     name = "entropy_target"
+    takes_steps_late = True
     target: float  # nats per token; 0: the weight stays
     progress: RlhfProgress  # with the state
     _entropies: list[tuple[float, int]] = field(default_factory=list)  # nats, tokens of steps

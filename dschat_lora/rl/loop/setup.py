@@ -1,7 +1,7 @@
 """Setup of step 3: prompts, roles and engines of two trained models, and their record."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -9,8 +9,7 @@ from typing import Any
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
-from dschat_lora.engine.build import EngineSettings
-from dschat_lora.engine.distributed import data_rank, device_type
+from dschat_lora.engine.distributed import data_rank
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -33,7 +32,9 @@ from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer, text_data
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
-from dschat_lora.runtime.memory import MemoryPlan, advice, explaining_memory, free_memory
+from dschat_lora.runtime.graphs import launches_note
+from dschat_lora.runtime.memory import MemoryPlan, explaining_memory, free_memory
+from dschat_lora.runtime.micro_batches import StepCosts, peak_here, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -45,7 +46,6 @@ from dschat_lora.runtime.setup import (
     read_data,
     read_training_data,
     record_models,
-    resolve_recomputation,
     say_coverage,
     state_identity,
     tensor_group,
@@ -118,8 +118,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     )
     roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     roles.take(data.prompts.media, sources)
-    models = Models(sources, roles, settings)
-    config = _resolve_recomputation(config, settings, roles, run, free=free)
+    config = _resolve_step(config, roles, run, free=free)
+    models = Models(sources, roles, role_settings(config))
     config, costs = plan_costs(config, models, free=free)
     run = replace(run, config=config)
     setup = RlhfSetup(run, tokenizer, data, models, costs, scoring, reference, player, started)
@@ -219,36 +219,25 @@ def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
     return tokenizer
 
 
-def _resolve_recomputation(
-    config: RlhfConfig,
-    settings: dict[str, EngineSettings],
-    roles: Roles,
-    run: OpenRun[RlhfConfig],
-    *,
-    free: int,
+def _resolve_step(
+    config: RlhfConfig, roles: Roles, run: OpenRun[RlhfConfig], *, free: int
 ) -> RlhfConfig:
-    """The config with each role's recomputation on or off, as the models then do."""
-    # The critic first: it is the smaller one as a rule, and costs less to compute again.
-    options = {role: f"{role}_gradient_checkpointing" for role in ("critic", "actor")}
+    """The config with micro-batches and each role's recomputation settled, as the models do."""
 
-    def with_options(on: Collection[str]) -> RlhfConfig:
-        changed = {
-            role: replace(getattr(config, role), gradient_checkpointing=option in on)
-            for role, option in options.items()
-        }
-        return replace(config, **changed)
-
-    def estimate(config: RlhfConfig) -> int | None:
-        plan = memory_plan(config, roles, settings)
+    def need(config: RlhfConfig) -> int | None:
+        plan = memory_plan(config, roles, role_settings(config))
         return None if plan is None else plan.updating
 
-    return resolve_recomputation(
-        run,
-        {o: roles.trained[role].model for role, o in options.items() if role in roles.trained},
-        with_options=with_options,
-        estimate=estimate,
-        free=free,
+    costs = StepCosts[RlhfConfig](
+        need=need,
+        trained=lambda config: trained_models(config, roles, role_settings(config)).values(),
+        peak=peak_here(role_settings(config)["actor"].torch_dtype),
     )
+    trained = {role: model.model for role, model in roles.trained.items()}
+    # The critic first: it is the smaller one as a rule, and costs less to compute again.
+    order = [role for role in ("critic", "actor") if role in trained]
+    models = {f"{role}_gradient_checkpointing": trained[role] for role in order}
+    return resolve_step(run, models, config, costs, free=free)
 
 
 def _describe(setup: RlhfSetup) -> None:
@@ -281,7 +270,8 @@ def _describe(setup: RlhfSetup) -> None:
             run.log.say(f"  warning      {warning}")
     _describe_memory(setup)
     for role, each in trained_models(run.config, roles, settings).items():
-        if device_type() == "cuda" and (words := advice("launches", each, run.config.load)):
+        recorded = role in setup.costs.recorded
+        if words := launches_note(each, run.config.load, recorded=recorded):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)

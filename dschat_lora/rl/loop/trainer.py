@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.engine.distributed import device
+from dschat_lora.engine.results import reads_late
 from dschat_lora.report.log import rlhf_line
 from dschat_lora.rl.learn.engines import Engines, Retry, make_experience, with_reward_model
 from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns, plan_steps
@@ -178,11 +179,17 @@ class RlhfTrainer:
         )
 
     def _learn(self, updater: Updater) -> list[StepResult]:
-        """Take the optimizer steps; one result for each."""
+        """Take the optimizer steps; one result for each.
+
+        They are read at the end, unless something is to be done before the next step.
+        """
         start = self.schedule.steps_before(self.progress.iteration)
         target_kl, results = self.config.ppo.target_kl, list[StepResult]()
         left = self.schedule.num_steps - start
-        for result in updater.steps(lambda index: self._rate_factor(start + index), most=left):
+        late = reads_late(device()) and not target_kl and self.parts.take_steps_late
+        reads = updater.queue_steps(lambda index: self._rate_factor(start + index), most=left)
+        for read in list(reads) if late else reads:
+            result = read()
             results.append(result)
             self.progress.count_step(skipped=result.skipped)
             self.parts.after_step(result)

@@ -219,7 +219,9 @@ def test_recomputation_that_was_left_open_comes_before_tiny_micro_batches(tiny, 
     options = {"model_name_or_path": tiny, "lora_dim": 4, "max_seq_len": 512}
     kept = plan_stage("sft", options, home, card=card(10**12)).plan.memory
     found = plan_stage("sft", options, home, card=card(kept.peak // 5))
-    assert found.better.config.model.gradient_checkpointing is True
+    assert found.fits
+    assert found.plan.config.model.gradient_checkpointing is True
+    assert found.plan.config.batch.per_device_train_batch_size > 1
     typed = options | {"gradient_checkpointing": False}
     found = plan_stage("sft", typed, home, card=card(kept.peak // 5))
     assert found.better is None or not found.better.config.model.gradient_checkpointing

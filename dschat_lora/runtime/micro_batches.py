@@ -1,0 +1,278 @@
+"""Micro-batches of a step, and recomputation in them: of settings of one step the fastest."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from dschat_lora.checkpoint.history import STATE_FILE
+from dschat_lora.config.options import command_line, flatten, nested_prefix
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.engine.distributed import broadcast_string, device, device_type, rank
+from dschat_lora.models.blocks import can_recompute, offload_inputs, recompute_blocks
+from dschat_lora.models.loading import PreTrainedModel
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.throughput import device_peak
+from dschat_lora.report.directory import read_object
+from dschat_lora.report.texts import duration
+from dschat_lora.runtime.memory import GIB, TrainedModel
+from dschat_lora.runtime.run import OpenRun
+
+ConfigT = TypeVar("ConfigT", bound=StageConfig)
+PartT = TypeVar("PartT", bound=Any)
+# TFLOP/s of 16 bits of a GPU that no table has: they weigh launches against work.
+UNKNOWN_PEAK = 150.0
+
+
+def with_values(config: PartT, values: Mapping[str, Any], prefix: str = "") -> PartT:
+    """The config, or a group of it, with other values of options by their names."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        now, name = getattr(config, field.name), prefix + field.name
+        if "group" in field.metadata:
+            new = with_values(now, values, nested_prefix(prefix, field))
+            changed |= {} if new is now else {field.name: new}
+        elif name in values and values[name] != now:
+            changed[field.name] = values[name]
+    return dataclasses.replace(config, **changed) if changed else config
+
+
+def smaller_micro_batches(config: StageConfig, *, longest: int) -> Iterator[dict[str, int]]:
+    """Options of ever smaller micro-batches of the same step; ``longest`` is a row's tokens.
+
+    A budget of tokens is divided in steps of two.
+    """
+    batch, names = config.batch, config.rows["rows_per_step"]
+    times: int = getattr(batch, names[-1])
+    if tokens := batch.tokens_per_device:
+        for parts in (2**n for n in range(1, 32) if tokens >> n >= longest):
+            more = {names[-1]: times * parts} if "tokens_per_device" in config.fixed else {}
+            yield {"tokens_per_device": tokens // parts} | more
+        return
+    now = getattr(batch, names[0])
+    for rows in range(now - 1, 0, -1):
+        if now * times % rows == 0:
+            yield {names[0]: rows, names[-1]: now * times // rows}
+
+
+def whole_micro_batches(config: StageConfig, *, zero_stage: int) -> str | None:
+    """The option by which micro-batches stay as they are; None where the run may divide them.
+
+    Sizes that are typed stay, and so do those that a result depends on. What ZeRO 2 and 3,
+    ``--offload`` and processes that divide a model or a row exchange in each micro-batch is not
+    in the estimate of time.
+    """
+    size, parallel = config.rows["rows_per_step"][0], config.parallel
+    reasons = {
+        size: size in config.given or bool(config.batch.tokens_per_device),
+        "deepspeed_config": parallel.deepspeed_config is not None,
+        "zero_stage": zero_stage > 1,
+        "offload": parallel.offload,
+        "tensor_parallel_size": parallel.tensor_parallel_size > 1,
+        "context_parallel_size": parallel.context_parallel_size > 1,
+    }
+    return config.bound_to_micro_batches or next((n for n, holds in reasons.items() if holds), None)
+
+
+def same_step(
+    config: ConfigT, recomputing: Sequence[str], sizes: Iterable[Mapping[str, int]]
+) -> Iterator[ConfigT]:
+    """Configs of the same optimizer step: as it is, and with these sizes of micro-batches.
+
+    Each comes with every combination of ``recomputing`` options on, the fewest first.
+    """
+    for values in ({}, *sizes):
+        for count in range(len(recomputing) + 1):
+            for on in combinations(recomputing, count):
+                yield with_values(config, {**values, **{n: n in on for n in recomputing}})
+
+
+def fastest(
+    configs: Iterable[ConfigT],
+    *,
+    need: Callable[[ConfigT], int],
+    seconds: Callable[[ConfigT], float],
+    budget: float,
+) -> ConfigT:
+    """The first of the fastest that need no more than ``budget``; else what needs least."""
+    ordered = sorted(configs, key=seconds)
+    return next((c for c in ordered if need(c) <= budget), None) or min(ordered, key=need)
+
+
+def step_seconds(
+    config: StageConfig, trained: Iterable[TrainedModel], *, peak: float, graphs: bool = False
+) -> float:
+    """Seconds of training in an optimizer step by estimate, without exchanges and optimizer."""
+    fused = flatten(config)["fused_kernels"] != "off"
+    times, total = config.batch.gradient_accumulation_steps, 0.0
+    for each in trained:
+        count = times
+        if each.tokens and "tokens_per_device" not in config.fixed:  # it divides a step of rows
+            count = -(-times * each.rows * each.length // each.tokens)
+        total += count * each.seconds(peak, fused=fused, graphs=graphs).total
+    return total
+
+
+def peak_here(dtype: torch.dtype) -> float | None:
+    """TFLOP/s to expect of this machine's device; None on a CPU."""
+    return None if device_type() == "cpu" else device_peak(device(), dtype) or UNKNOWN_PEAK
+
+
+@dataclass(frozen=True)
+class StepCosts(Generic[ConfigT]):
+    """What a step takes by its config, by estimate."""
+
+    need: Callable[[ConfigT], int | None]  # bytes on a device; None where that is not understood
+    trained: Callable[[ConfigT], Iterable[TrainedModel]]
+    peak: float | None  # TFLOP/s of the device; None: of a CPU, whose time is not estimated
+
+    def seconds(self, config: ConfigT) -> float | None:
+        """Of training; None on a CPU."""
+        if self.peak is None:
+            return None
+        return step_seconds(config, self.trained(config), peak=self.peak)
+
+    def fastest(
+        self, config: ConfigT, undecided: Sequence[str], budget: float, *, splits: bool
+    ) -> ConfigT:
+        """Of the same step, with ``undecided`` options of recomputation on or off."""
+        longest = max(each.length * each.sequences for each in self.trained(config))
+        sizes = smaller_micro_batches(config, longest=longest) if splits else ()
+        return fastest(
+            same_step(config, undecided, sizes),
+            need=lambda config: self.need(config) or 0,
+            seconds=lambda config: self.seconds(config) or 0.0,
+            budget=budget,
+        )
+
+    def words(self, config: ConfigT) -> str:
+        """Memory and time, for the log."""
+        seconds = self.seconds(config)
+        time = "" if seconds is None else f" and {duration(seconds)} a step"
+        return f"{(self.need(config) or 0) / GIB:.3g} GiB{time}"
+
+
+def resolve_step(
+    run: OpenRun[StageConfig],
+    models: Mapping[str, PreTrainedModel],
+    config: ConfigT,
+    costs: StepCosts[ConfigT],
+    *,
+    free: int,
+) -> ConfigT:
+    """The config with its micro-batches and recomputation settled, as the models then do.
+
+    ``models`` are the trained ones, by the option that has their blocks recomputed. A device has
+    ``free`` bytes. Rank 0's decision holds; call on every rank.
+
+    Raises:
+        ValueError: if blocks are to be recomputed, and the architecture cannot.
+    """
+    able, decided = all(map(can_recompute, models.values())), None
+    if rank() == 0:
+        decided = settle(config, [*models], costs, free=free, able=able)
+    values, words = json.loads(broadcast_string(json.dumps(decided)))
+    if words is not None:
+        run.log.say(f"  note         {words}")
+    offloads = config.parallel.offload_activations
+    if offloads and device().type != "cuda":
+        run.log.say(
+            "  note         --offload_activations saves no memory on a CPU, where activations are "
+            "in host memory anyway"
+        )
+    run.record.update(values)
+    for option, model in models.items():
+        if values[option]:
+            recompute_blocks(model, option)
+            if offloads:
+                offload_inputs(model)
+    # Roles that do not train recompute nothing.
+    others = [n for n in flatten(config) if n.endswith("gradient_checkpointing")]
+    return with_values(config, {**dict.fromkeys(others, False), **values})
+
+
+def settle(
+    config: ConfigT,
+    options: Sequence[str],
+    costs: StepCosts[ConfigT],
+    *,
+    free: int,
+    able: bool = True,
+) -> tuple[dict[str, Any], str | None]:
+    """Values of ``options`` of recomputation, and of sizes that change; and a note for the log.
+
+    A resumed run does as it did unless an option is typed again. Elsewhere ``auto`` is what makes
+    the fastest step that fits ``free`` bytes; on a CPU, what recomputes least. Blocks that are not
+    ``able`` to be recomputed are not, where that is ``auto``.
+    """
+    before = read_object(Path(config.checkpoint) / STATE_FILE) if config.checkpoint else {}
+    before, known = before.get("config", {}), flatten(config)
+    # The checkpoint holds what auto was resolved to; a typed auto is resolved anew.
+    kept = {n: before[n] for n in options if known[n] == "auto" and n in before}
+    known |= {n: value for n, value in kept.items() if n not in config.given}
+    values = {name: known[name] is True for name in options}
+    undecided = [name for name in options if known[name] == "auto"] if able else []
+    base = with_values(config, values)
+    if costs.need(base) is None:  # of an architecture that is not understood
+        return values, None
+    stage = max(each.settings.zero_stage for each in costs.trained(base))
+    whole = whole_micro_batches(config, zero_stage=stage)
+    timed = costs.seconds(base) is not None
+    budget = USABLE * free
+    chosen = costs.fastest(base, undecided, budget, splits=timed and whole is None)
+    then, sizes, words = flatten(chosen), _sizes(base, chosen), None
+    if timed and (undecided or sizes):
+        words = _words_on_a_gpu(base, chosen, undecided, sizes, costs, free)
+        if whole == config.rows["rows_per_step"][0]:
+            other = costs.fastest(base, undecided, budget, splits=True)
+            words += _words_of_a_split(chosen, other, costs)
+    elif undecided and chosen != base:
+        on = ", ".join(f"--{name}" for name in undecided if then[name])
+        words = (
+            f"activations are recomputed ({on}): by estimate {costs.words(base)} per device "
+            f"without, {costs.words(chosen)} with, of {free / GIB:.3g} GiB free"
+        )
+    return {n: then[n] for n in options} | sizes, words
+
+
+def _sizes(before: StageConfig, after: StageConfig) -> dict[str, int]:
+    """Options of the sizes of micro-batches that differ, as they are after."""
+    now, then = flatten(before), flatten(after)
+    names = ("tokens_per_device", *before.rows["rows_per_step"])
+    return {name: then[name] for name in names if then[name] != now[name]}
+
+
+def _words_on_a_gpu(
+    base: ConfigT,
+    chosen: ConfigT,
+    undecided: Sequence[str],
+    sizes: Mapping[str, int],
+    costs: StepCosts[ConfigT],
+    free: int,
+) -> str:
+    """What was chosen, and what the other would take: memory and time."""
+    on = [f"--{name}" for name in undecided if flatten(chosen)[name]]
+    words = f"activations are recomputed ({', '.join(on)})" if on else "activations are kept"
+    if sizes:
+        words += f" in smaller micro-batches ({' '.join(command_line(sizes))})"
+    words += f": by estimate {costs.words(chosen)} of training, of {free / GIB:.3g} GiB free"
+    if chosen != base:
+        words += f"; kept in whole ones {costs.words(base)}"
+    if not on and undecided:
+        again = with_values(base, dict.fromkeys(undecided, True))
+        words += f"; recomputed{' in whole ones' if sizes else ''} {costs.words(again)}"
+    return words
+
+
+def _words_of_a_split(chosen: ConfigT, other: ConfigT, costs: StepCosts[ConfigT]) -> str:
+    """What a division that the user may type would take; empty where it is no faster."""
+    slow, quick = costs.seconds(chosen), costs.seconds(other)
+    if slow is None or quick is None or quick >= slow:
+        return ""
+    typed = " ".join(command_line(_sizes(chosen, other)))
+    return f". {typed} makes the same step in {costs.words(other)}"
