@@ -72,6 +72,8 @@ class OwnEngine(Drawing):
             pad_id=site.pad_id,
             device=site.trained.device,
             merged=batch.merge_for_rollouts,
+            rounding=lambda: (site.config.run.seed, site.version()),
+            refill_share=batch.refill_share,
             unpacked=site.unpacked,
             retains=self._has_turns,
         )

@@ -81,8 +81,16 @@ class RolloutConfig:
     merge_for_rollouts: bool = option(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
-        "in exchange for their memory; sampler_error shows how far rounding moves the policy",
+        "in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and "
+        "sampler_error shows how far that moves the policy",
         section="rollouts",
+        when="rollout_engine=own",
+    )
+    refill_share: float | None = option(
+        None,
+        help="share of the responses decoded at a time that must have ended before the next "
+        "prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a "
+        "GPU, 0 on a CPU)",
         when="rollout_engine=own",
     )
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
@@ -113,6 +121,7 @@ class RolloutConfig:
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
+        require_numbers(self, "in [0, 1]", "refill_share")
         check_engine(self.rollout_engine)
         if self.num_generations is None:
             return
