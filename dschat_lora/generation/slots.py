@@ -73,6 +73,7 @@ class SlotRows:
         pad_id: any token.
         prefix_cache: take keys and values of other rows for prompts that begin with their tokens.
         retains: also of rows that have gone, which are kept for it.
+        most_rows: that will be in use, as far as it is known: no room is made for more.
         record: see :class:`RecordedSteps`; by default CUDA graphs on a GPU.
 
     Raises:
@@ -87,6 +88,7 @@ class SlotRows:
         pad_id: int,
         prefix_cache: bool = True,
         retains: bool = True,
+        most_rows: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         windows = attention_windows(model.config)
@@ -98,7 +100,7 @@ class SlotRows:
         self.model, self._adapters, self._pad_id = model, adapters, pad_id
         self._windows, self.device = windows, model.device
         self._recurrent = bool(recurrent_layers(model))
-        self._cache = SlotCache()
+        self._cache, self._most_rows = SlotCache(), most_rows + -most_rows % ROW_BUCKETS[0]
         self._shares = prefix_cache and can_keep_prefixes(model)
         self._prefixes = PrefixCache() if retains and self._shares else None
         if record is None and self.device.type == "cuda":
@@ -407,7 +409,8 @@ class SlotRows:
         if not self._has_few_shapes:
             return rows, columns
         most = ROW_BUCKETS[-1]  # beyond that a power of two would take up to twice the memory
-        rows = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        bucket = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        rows = min(bucket, self._most_rows) if rows <= self._most_rows else bucket
         return rows, columns + -columns % COLUMN_BUCKET
 
     def reserve(self, rows: int, columns: int) -> None:
