@@ -122,6 +122,7 @@ def sft(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
     streaming: bool = False,
@@ -249,6 +250,7 @@ def sft(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
@@ -364,6 +366,7 @@ def reward(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
     streaming: bool = False,
@@ -473,6 +476,7 @@ def reward(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
@@ -594,6 +598,7 @@ def dpo(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     eval_tasks: str | Sequence[str] = (),
     eval_tasks_limit: int = 0,
     streaming: bool = False,
@@ -711,6 +716,7 @@ def dpo(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
         eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
@@ -892,6 +898,7 @@ def rlhf(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     release_inference_cache: bool = False,
     streaming: bool = False,
     shuffle_buffer_size: int = 10000,
@@ -1111,6 +1118,7 @@ def rlhf(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
         shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
@@ -1320,6 +1328,7 @@ def distill(
     attn_implementation: Literal['auto', 'sdpa', 'flex_attention', 'eager'] = 'auto',
     fused_kernels: Literal['auto', 'on', 'off'] = 'auto',
     compile: bool = False,
+    training_graphs: Literal['auto', 'on', 'off'] = 'auto',
     release_inference_cache: bool = False,
     distill_loss: Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl'] = 'reverse_kl',
     teacher_system_prompt: str | None = None,
@@ -1531,6 +1540,7 @@ def distill(
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
         fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
+        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
         distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
         teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not

@@ -164,6 +164,13 @@ class LoadConfig:
         help="compile the model's blocks (torch.compile): slow to start, faster from then on",
         section=PROCESSES,
     )
+    training_graphs: Literal["auto", "on", "off"] = option(
+        "auto",
+        help="replay the passes of training below the head as CUDA graphs; auto: where launching "
+        "kernels would take longer than their work\nmicro-batches are padded to a few shapes; at "
+        "ZeRO 0, without dropout",
+        section=PROCESSES,
+    )
     compute_fp32_loss: bool = classic(
         True, help="accepted from DeepSpeed-Chat; the loss is always computed in fp32"
     )

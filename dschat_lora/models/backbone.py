@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dschat_lora.algos.segments import Spans, block_causal_mask, find_spans, lengthened
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.attention import fits, flex_mask, has_varlen, understand_spans
+from dschat_lora.models.training_graphs import TrainingGraphs
 
 Mask = Tensor | BlockMask
 # Kinds of layers, by transformers' names, that take no mask but one of padding.
@@ -35,6 +36,8 @@ class Backbone:
             ``router_logits``, (tokens, E) of each layer of the last forward pass.
         noise_alpha: NEFTune's alpha: embeddings of tokens get uniform noise of up to
             ``alpha / sqrt(L d)``, L the tokens of the sequence and d the width; 0: none.
+        graphs: passes of training as CUDA graphs, which record neither routers nor noise; None:
+            every operation is launched.
         own_mask: the model makes its own mask, from which positions are padding, for
             architectures that take no other; rows must hold one sequence each.
         by_spans: whether the model's layers accept spans: which tokens are a sequence.
@@ -51,6 +54,7 @@ class Backbone:
             separate_sequences(model)
         self.noise_alpha, self._magnitudes = 0.0, None  # type: tuple[float, Tensor | None]
         self.records_routers = False
+        self.graphs: TrainingGraphs | None = None
         self.router_logits: tuple[Tensor, ...] = ()
         self._group = group_of(model)
         accepted = inspect.signature(model.base_model.forward).parameters
@@ -81,17 +85,26 @@ class Backbone:
             magnitudes = self.noise_alpha / lengths.clamp(min=1).sqrt()
             extra = inputs["input_ids"].shape[1] - magnitudes.shape[1]  # which ranks share
             self._magnitudes = _longer(magnitudes, extra)
+        replayed = None
+        if self.graphs is not None and self.model.training and torch.is_grad_enabled():
+            replayed = self.graphs(inputs)
+        whole = self._compute(inputs) if replayed is None else replayed
+        hidden = whole[:, :count].flatten(0, 1)
+        if places is not None:
+            padded = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
+            hidden = padded.index_copy(0, places, hidden)
+        return hidden.view(*input_ids.shape, -1)
+
+    def _compute(self, inputs: dict[str, Any]) -> Tensor:
+        """Last hidden states of what the model is called with."""
         try:
             output = self.model.base_model(**inputs)
         finally:
             self._magnitudes = None
         if self.records_routers:
             self.router_logits = output.router_logits
-        hidden: Tensor = output.last_hidden_state[:, :count].flatten(0, 1)
-        if places is not None:
-            padded = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
-            hidden = padded.index_copy(0, places, hidden)
-        return hidden.view(*input_ids.shape, -1)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
     def add_noise(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
         """The forward hook of the embedding that adds NEFTune's noise (arXiv:2310.05914)."""

@@ -141,7 +141,7 @@ class MemoryPlan:
 
     weights: int  # of all models, each shared tensor once
     separate_weights: int  # what models would take that share no tensors
-    training: int  # gradients and optimizer state, and a moving average
+    training: int  # gradients and optimizer state, a moving average, and memory of CUDA graphs
     update: int  # activations and a chunk of logits, for full rows; what ZeRO 3 gathers
     cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
     keeps_cache: bool = False  # while weights are updated

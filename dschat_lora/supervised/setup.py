@@ -9,7 +9,6 @@ from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, TrainEngine
-from dschat_lora.engine.distributed import device_type
 from dschat_lora.lora.rates import (
     adapter_learning_rate,
     parameter_groups,
@@ -38,9 +37,9 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.option_checks import check_divided_rows
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.runtime.graphs import launches_note, plan_graphs, record_training
 from dschat_lora.runtime.memory import (
     MemoryPlan,
-    advice,
     estimate_memory_of,
     explaining_memory,
     free_memory,
@@ -82,6 +81,7 @@ class SupervisedSetup:
     run: OpenRun[SupervisedConfig]
     phase: int  # of --data_split
     kind: DataKind
+    recorded: bool = False  # whether passes of training run as CUDA graphs
 
 
 def set_up(
@@ -145,8 +145,10 @@ def set_up(
     models = {"gradient_checkpointing": adapted.model}
     config = resolve_step(run, models, config, costs, free=free)
     run, settings = replace(run, config=config), model_settings(config)
+    one = {"model": trained_model(adapted, config, settings)}
     plan = memory_plan_of(adapted, config, settings)
-    _describe(config, settings, adapted, run, plan)
+    plan, recorded = plan_graphs(plan, one, config.model, free=free)
+    _describe(config, settings, adapted, run, plan, recorded=bool(recorded))
     identity: dict[str, Any] = {}
     if run.directory is not None:
         facts = (adapted, config, settings)
@@ -156,7 +158,17 @@ def set_up(
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
     return SupervisedSetup(
-        config, source, tokenizer, data, settings, adapted, identity, run, phase, kind
+        config,
+        source,
+        tokenizer,
+        data,
+        settings,
+        adapted,
+        identity,
+        run,
+        phase,
+        kind,
+        recorded=bool(recorded),
     )
 
 
@@ -189,6 +201,8 @@ def _describe(
     adapted: AdaptedModel,
     run: OpenRun[SupervisedConfig],
     plan: MemoryPlan | None,
+    *,
+    recorded: bool,
 ) -> None:
     """Show and record parameter counts, compute type, ZeRO stage and the need of memory."""
     total = num_elements(adapted.model.parameters())
@@ -217,7 +231,7 @@ def _describe(
         )
         run.record.update({"memory": plan.to_dict()})
     one = trained_model(adapted, config, settings)
-    if device_type() == "cuda" and (words := advice("launches", one, config.model)):
+    if words := launches_note(one, config.model, recorded=recorded):
         run.log.say(f"  note         {words}")
     parameters = {"total": total, "trainable": trained}
     record_models(run, settings, parameters=parameters, layers=adapted.targets)
@@ -235,4 +249,6 @@ def build_engine(setup: SupervisedSetup, network: ModuleT) -> TrainEngine[Module
     engine = TrainEngine(network, groups, setup.settings)
     if setup.config.model.compile:
         compile_blocks(setup.adapted.model)
+    if setup.recorded:
+        record_training(network, setup.adapted.model)
     return engine

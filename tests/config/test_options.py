@@ -31,7 +31,7 @@ STEP1_FLAGS = """
     train_vision vision_learning_rate
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation base_bits
     trust_remote_code add_eot_token eot_token chat_template compile compute_fp32_loss
-    fused_kernels
+    fused_kernels training_graphs
     lora_dim lora_alpha lora_dropout use_rslora target_modules lora_module_name train_bias
     modules_to_save enable_lora only_optimize_lora
     resume_from_checkpoint accept_changed_data save_interval save_minutes save_total_limit

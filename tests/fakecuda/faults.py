@@ -7,10 +7,10 @@ from unittest import mock
 import torch
 
 from benchmarks.common import shapes
-from dschat_lora.generation.cuda_graphs import cuda_graphs
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.layers import LoraLinear
+from dschat_lora.models.cuda_graphs import cuda_graphs
 from fakecuda import programs
 from fakecuda.device import fake_cuda
 

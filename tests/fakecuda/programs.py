@@ -36,6 +36,7 @@ from dschat_lora.models.loading import share_parameters
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
+from dschat_lora.runtime.graphs import record_training
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
@@ -88,8 +89,14 @@ def train(
     offload_activations=False,
     attention="sdpa",
     compiled=False,
+    recorded=False,
+    steps=2,
 ):
-    """The second of two optimizer steps of the engine and the loop, and the estimate of memory."""
+    """The last of some optimizer steps of the engine and the loop, and the estimate of memory.
+
+    ``by_step`` has of each step launches, captured graphs and replays. With ``recorded`` passes,
+    micro-batches come in turn with one of a single row.
+    """
     size = replace(
         shapes.SHAPES[shape],
         num_layers=layers or shapes.SHAPES[shape].num_layers,
@@ -123,9 +130,15 @@ def train(
         )
         if compiled:
             compile_blocks(model)
-        for _ in range(2):  # the first makes the optimizer's state
+        if recorded:
+            record_training(engine.module, model)
+            batches += shapes.micro_batches(samples[:1], rows * length)
+        made = train_steps(engine, [batches] * steps, SUPERVISED, [1.0] * steps)
+        by_step = []
+        for _ in range(steps):  # the first makes the optimizer's state
             watch.start()
-            next(train_steps(engine, [batches], SUPERVISED, [1.0]))
+            next(made)
+            by_step.append([watch.launches, len(watch.graphs), watch.replays])
         count, longest = max((b.input_ids.shape for b in batches), key=lambda s: s.numel())
         estimate = estimate_memory(
             model,
@@ -142,7 +155,8 @@ def train(
                 CUDA, length=longest, recomputes=recompute, sharded=zero_stage == 3
             ),
         )
-        return noted(watch) | {"estimate": vars(estimate), "estimated": estimate.total}
+        more = {"estimate": vars(estimate), "estimated": estimate.total, "by_step": by_step}
+        return noted(watch) | more
 
 
 def train_on(

@@ -55,5 +55,6 @@ def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card, extra):
     narrow = sum(n for each, n in found["products"].items() if each.endswith(dtype))
     assert narrow > 0.95 * sum(found["products"].values()), found["products"]
     if stage == "step3_rlhf":
-        assert found["graphs"] <= 6
+        # Of decoding; and the passes of two roles.
+        assert found["graphs"] <= 6 + 4
         assert found["replays"] > 10 * found["graphs"]

@@ -184,3 +184,24 @@ def test_flex_attention_makes_its_mask_on_the_device_and_waits_for_nothing(fake_
     assert waits_of(found) == {"read": "event"}
     assert found["operations"]["flex_attention"] == 2
     check_estimate(found)
+
+
+LAUNCHED = 75  # with graphs, a micro-batch: inputs, head, loss and its share of the optimizer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shape": "llama-3-8b"},
+        *[{"shape": "opt-1.3b", "recompute": True}, {"shape": "llama-3-8b", "base_bits": 4}] * ALL,
+        *[{"shape": "opt-1.3b", "packed": True}, {"shape": "opt-1.3b", "layers": 4}] * ALL,
+    ],
+)
+def test_passes_of_a_shape_are_captured_once_and_replayed_from_then_on(fake_device, options):
+    options = {"layers": 2, "rows": 4, "steps": 3} | options
+    found = train(fake_device, **options, recorded=True)
+    launches, graphs, replays = zip(*found["by_step"], strict=True)
+    # Two micro-batches, each of a shape of its own, that come again at the second step.
+    assert (graphs, replays) == ((0, 4, 0), (0, 4, 4))
+    assert launches[2] <= 2 * LAUNCHED < launches[0] / 2
+    assert waits_of(found) == {"read": "event"}

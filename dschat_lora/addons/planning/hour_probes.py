@@ -17,10 +17,10 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.gpu import shown_cards
-from dschat_lora.generation.cuda_graphs import DecodeStep, cuda_graphs
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.cuda_graphs import Step, cuda_graphs
 from dschat_lora.models.loading import load_causal_lm, load_config, load_tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.report.record import package_versions
@@ -75,10 +75,10 @@ def graphs(dtype: str, file: str) -> None:
                 parameter.normal_(std=0.02)
     model.to(device()).eval()
     prompts = [[4 + (7 * n + k) % 90 for k in range(12 + n)] for n in range(ROWS)]
-    captured: list[DecodeStep] = []
+    captured: list[Step] = []
     capture = cuda_graphs() if device().type == "cuda" else None
 
-    def record(step: DecodeStep) -> DecodeStep:
+    def record(step: Step) -> Step:
         captured.append(step if capture is None else capture(step))
         return captured[-1]
 

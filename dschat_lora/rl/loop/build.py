@@ -24,6 +24,7 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.runtime.graphs import record_training
 from dschat_lora.runtime.resume import goes_on_in_place, run_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def build_engines(setup: RlhfSetup) -> Engines:
         for each in roles.models.values():
             compile_blocks(each.model)
     engines.eval()
+    for name in setup.costs.recorded:
+        record_training(engines.trained[name].module, roles.models[name].model)
     return resolve_architecture(engines, len(setup.tokenizer), setup.run)
 
 

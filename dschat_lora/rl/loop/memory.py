@@ -1,7 +1,7 @@
 """Memory of step 3: a plan of roles, moving average and decoding cache."""
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from dschat_lora.rl.draw.own_engine import cache_columns
 from dschat_lora.rl.learn.roles import Models, Roles
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.watch.throughput import FlopCounter
+from dschat_lora.runtime.graphs import plan_graphs
 from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, offloads_inputs, plan_memory
 
 
@@ -26,12 +27,16 @@ class Costs:
     plan: MemoryPlan | None
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
     counter: FlopCounter | None
+    recorded: list[str] = field(default_factory=list)  # roles whose passes run as CUDA graphs
 
 
 def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
     """The costs of roles that are not yet sharded, on devices with so many ``free`` bytes."""
     roles, settings, counter = models.roles, models.settings, None
-    plan, unpacked = unpacking_for_rollouts(memory_plan(config, roles, settings), roles, free=free)
+    trained = trained_models(config, roles, settings)
+    plan = memory_plan(config, roles, settings)
+    plan, recorded = plan_graphs(plan, trained, config.load, free=free)
+    plan, unpacked = unpacking_for_rollouts(plan, roles, free=free)
     with suppress(ValueError):  # the start-up says why
         counter = FlopCounter(
             roles.models,
@@ -43,7 +48,8 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
             decodes_here=config.batch.engine.decodes_actor,
             compares=_logit_bytes(config) is not None,
         )
-    return Costs(keeping_cache(plan, config, settings, free=free), unpacked, counter)
+    kept = keeping_cache(plan, config, settings, free=free)
+    return Costs(kept, unpacked, counter, recorded)
 
 
 def memory_plan(

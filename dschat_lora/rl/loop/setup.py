@@ -9,7 +9,7 @@ from typing import Any
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
-from dschat_lora.engine.distributed import data_rank, device_type
+from dschat_lora.engine.distributed import data_rank
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -31,7 +31,8 @@ from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer, text_data
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
-from dschat_lora.runtime.memory import MemoryPlan, advice, explaining_memory, free_memory
+from dschat_lora.runtime.graphs import launches_note
+from dschat_lora.runtime.memory import MemoryPlan, explaining_memory, free_memory
 from dschat_lora.runtime.micro_batches import StepCosts, peak_here, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
@@ -271,7 +272,8 @@ def _describe(setup: RlhfSetup) -> None:
         run.log.say(f"  {plan.line()}")
         run.record.update({"memory": plan.to_dict()})
     for role, each in trained_models(run.config, roles, settings).items():
-        if device_type() == "cuda" and (words := advice("launches", each, run.config.load)):
+        recorded = role in setup.costs.recorded
+        if words := launches_note(each, run.config.load, recorded=recorded):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)

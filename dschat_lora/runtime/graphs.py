@@ -1,0 +1,147 @@
+"""Whether the passes of training run as CUDA graphs, and what keeps them from it."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from dschat_lora.config.groups import LoadConfig
+from dschat_lora.engine.distributed import device, device_type, planned_varlen
+from dschat_lora.lora.experts import expert_weights
+from dschat_lora.lora.parallel import group_of
+from dschat_lora.models.backbone import Backbone, BackboneModel, recurrent_layers
+from dschat_lora.models.cuda_graphs import cuda_graphs
+from dschat_lora.models.training_graphs import TrainingGraphs
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, advice
+from dschat_lora.runtime.micro_batches import peak_here
+
+# Compute capabilities on which torch multiplies experts' rows without reading how many each has.
+_GROUPED = ((9, 0), (10, 0))
+
+
+def takes_graphs(trained: TrainedModel, load: LoadConfig, *, peak: float | None) -> bool:
+    """Whether ``--training_graphs`` has full micro-batches of a model replayed, memory aside.
+
+    Left to ``auto``, that is where launching the kernels takes longer than their work on a card of
+    ``peak`` dense TFLOP/s (None: not known, so neither is that).
+    """
+    if load.training_graphs == "off" or obstacle(trained, load) is not None:
+        return False
+    if load.training_graphs == "on":
+        return True
+    with suppress(ValueError):  # an architecture that is not understood
+        if peak is not None:
+            seconds = trained.seconds(peak, fused=load.fused_kernels != "off")
+            return seconds.launching > seconds.work
+    return False
+
+
+def plan_graphs(
+    plan: MemoryPlan | None, models: Mapping[str, TrainedModel], load: LoadConfig, *, free: int
+) -> tuple[MemoryPlan | None, list[str]]:
+    """The plan with what graphs keep, and the names of the models that take them.
+
+    ``auto`` takes them where they fit ``free`` bytes.
+
+    Raises:
+        ValueError: if graphs are asked for, and a model cannot have them.
+    """
+    if load.training_graphs == "on":
+        for each in models.values():
+            if (reason := obstacle(each, load)) is not None:
+                raise ValueError(f"--training_graphs on: {reason}; use auto or off")
+    taken: list[str] = []
+    for name, each in models.items():
+        if takes_graphs(each, load, peak=peak_here(each.settings.torch_dtype)):
+            more = keeping_graphs(plan, each)
+            if more is None or more.peak <= USABLE * free or load.training_graphs == "on":
+                plan = more
+                taken.append(name)
+    return plan, taken
+
+
+def keeping_graphs(plan: MemoryPlan | None, trained: TrainedModel) -> MemoryPlan | None:
+    """The plan with the activations that graphs of a model keep.
+
+    A pass of a shape that is not recorded has its own beside them.
+    """
+    if plan is None:
+        return None
+    return replace(plan, training=plan.training + trained.estimated().activations)
+
+
+def launches_note(trained: TrainedModel, load: LoadConfig, *, recorded: bool) -> str | None:
+    """What the log says of launching kernels on a GPU."""
+    if recorded:
+        return "passes of training below the head run as CUDA graphs (--training_graphs)"
+    return advice("launches", trained, load) if device_type() == "cuda" else None
+
+
+def record_training(network: nn.Module, model: nn.Module) -> None:
+    """Have passes below the head of a model of ``network`` recorded; it is where it computes."""
+    for each in network.modules():
+        if isinstance(each, BackboneModel) and each.model is model:
+            each.backbone.graphs = TrainingGraphs(each.backbone.model.base_model, cuda_graphs())
+
+
+def obstacle(trained: TrainedModel, load: LoadConfig) -> str | None:
+    """What keeps passes of a model from being CUDA graphs, by its option; None where nothing does.
+
+    That a layer waits for the GPU is seen when it is recorded.
+    """
+    if device_type() != "cuda":
+        return "graphs are a GPU's, and this is a CPU"
+    return _by_options(trained, load) or _by_model(trained.model)
+
+
+def _by_options(trained: TrainedModel, load: LoadConfig) -> str | None:
+    model, settings = trained.model, trained.settings
+    stage = settings.stage_in_use(
+        settings.native_dtype(p for p in model.parameters() if p.requires_grad)
+    )
+    found = {
+        "--compile makes other operations of the blocks": load.compile,
+        f"gradients of ZeRO {stage} are DeepSpeed's, and are not added up in place": stage > 0,
+        "--tensor_parallel_size has processes exchange tensors, which is not recorded": (
+            group_of(model) is not None
+        ),
+        "--context_parallel_size divides rows by their lengths": trained.processes > 1,
+        "--offload_activations copies to the host, which is not recorded": trained.offloads,
+    }
+    for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
+        found[f"--{name} is not recorded"] = getattr(load, name, 0) > 0
+    return next((reason for reason, holds in found.items() if holds), None)
+
+
+def _by_model(model: nn.Module) -> str | None:
+    here = device() if planned_varlen() is None else None
+    if (drawing := _drawing(model)) is not None:
+        return f"{drawing} would draw other numbers for padded rows"
+    if "media" in vars(model):
+        return "rows with images are not recorded"
+    if recurrent_layers(model):
+        return "recurrent layers go by the lengths of sequences"
+    if not Backbone(model).skips_padding(here):
+        return (
+            "this card, type or architecture attends under a mask, where graphs take sequences of "
+            "16-bit numbers in one call"
+        )
+    if here is None or not expert_weights(model):
+        return None
+    if torch.cuda.get_device_capability(here) not in _GROUPED or model.dtype != torch.bfloat16:
+        return "the experts of this card and type have the host read how many rows each has"
+    return None
+
+
+def _drawing(model: nn.Module) -> str | None:
+    """The option by which layers draw random numbers in training, if they do."""
+    for module in model.modules():
+        names = {**vars(module), **({"dropout": module.p} if hasattr(module, "p") else {})}
+        for name, value in names.items():
+            if "drop" in name and isinstance(value, float) and value > 0:
+                adapter = hasattr(module, "lora_A")
+                return f"--{'lora_' if adapter else ''}dropout {value:g}"
+    return None
