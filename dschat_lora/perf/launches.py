@@ -41,16 +41,21 @@ class Launches:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Time of training on one micro-batch on a GPU, by estimate."""
+    """Time of training on a GPU by estimate: of a micro-batch, or of a step."""
 
-    work: float  # of its kernels
-    launching: float  # of the host, which runs ahead of the kernels
+    work: float  # of kernels
+    launching: float  # of the host, of each kernel that is in no CUDA graph
     replaying: float = 0.0  # of kernels in CUDA graphs, beside their work
 
     @property
     def total(self) -> float:
-        """The longer of the host's time and the device's."""
-        return max(self.work + self.replaying, self.launching)
+        """Of all: the host launches kernels while those before them run.
+
+        Beside graphs it launches a few, in turn with them; that counts as if nothing ran then.
+        """
+        if self.replaying:
+            return self.work + self.replaying + self.launching
+        return max(self.work, self.launching)
 
 
 def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = False) -> Launches:
