@@ -15,8 +15,7 @@ from dschat_lora.models.backbone import Backbone, BackboneModel, recurrent_layer
 from dschat_lora.models.cuda_graphs import cuda_graphs
 from dschat_lora.models.training_graphs import TrainingGraphs
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, advice
-from dschat_lora.runtime.micro_batches import peak_here
+from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, advice, peak_here
 
 # Compute capabilities on which torch multiplies experts' rows without reading how many each has.
 _GROUPED = ((9, 0), (10, 0))

@@ -34,8 +34,11 @@ from dschat_lora.perf.memory import (
     parameter_bytes,
     rows_of,
 )
+from dschat_lora.perf.throughput import device_peak
 
 GIB = 2**30
+# TFLOP/s of 16 bits of a GPU that no table has: they weigh launches against work.
+UNKNOWN_PEAK = 150.0
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,11 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, int]:
         """The plan as JSON."""
         return asdict(self) | {"peak": self.peak}
+
+
+def peak_here(dtype: torch.dtype) -> float | None:
+    """TFLOP/s to expect of this machine's device; None on a CPU."""
+    return None if device_type() == "cpu" else device_peak(device(), dtype) or UNKNOWN_PEAK
 
 
 def plan_memory(

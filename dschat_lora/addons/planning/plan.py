@@ -42,8 +42,8 @@ from dschat_lora.rl.options.inputs import Sources, find_sources
 from dschat_lora.rl.response.batch import Minibatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.watch.throughput import FlopCounter
-from dschat_lora.runtime.graphs import takes_graphs
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
+from dschat_lora.runtime.micro_batches import with_graphs
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 
 # Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was
@@ -94,19 +94,10 @@ class Recorded:
     """Passes of training of one model that CUDA graphs may replay."""
 
     trained: TrainedModel
-    load: LoadConfig
     times: int
 
-    @property
-    def kept_bytes(self) -> int:
-        """Memory that the graphs keep."""
-        return self.trained.estimated().activations
-
-    def kernels(self, peak: float, *, fused: bool) -> int:
-        """Kernels that a run replays on a card of so many TFLOP/s."""
-        load = self.load if fused else replace(self.load, fused_kernels="off")
-        if not takes_graphs(self.trained, load, peak=peak):
-            return 0
+    def kernels(self, *, fused: bool) -> int:
+        """Kernels that are replayed."""
         model, recomputes = self.trained.model, self.trained.recomputes
         return self.times * count_launches(model, fused=fused, recomputes=recomputes).blocks
 
@@ -122,18 +113,18 @@ class StepTime:
     generated: int = 0  # tokens, over all processes
     decode_bytes: float = 0.0  # that one process reads while it decodes
     decode_launches: Mapping[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    recorded: Sequence[Recorded] = ()
+    passes: Sequence[Recorded] = ()  # that CUDA graphs may replay
+    load: LoadConfig = field(default_factory=LoadConfig)
     training_bytes: int = 0  # on one device, without graphs
 
-    def graphs_on(self, card: Card) -> list[Recorded]:
-        """Those whose graphs a run has on a card: they are faster there, and fit."""
-        peak, found, free = peak_of(card), [], card.usable_bytes - self.training_bytes
-        for each in self.recorded:
-            taken = peak is not None and each.kernels(peak, fused=self.fused) > 0
-            if taken and (each.load.training_graphs == "on" or each.kept_bytes <= free):
-                found.append(each)
-                free -= each.kept_bytes
-        return found
+    def recorded_on(self, card: Card) -> list[Recorded]:
+        """Passes that a run replays on a card."""
+        if (peak := peak_of(card)) is None:
+            return []
+        left = card.usable_bytes - self.training_bytes
+        models = [each.trained for each in self.passes]
+        taken = with_graphs(models, self.load, peak=peak, left=left)
+        return [each for each in self.passes if each.trained in taken]
 
     def on(self, card: Card, *, fused: bool | None = None, graphs: bool = True) -> "Seconds | None":
         """Its time on a card, by estimate; None where the card's peak is not known.
@@ -147,8 +138,8 @@ class StepTime:
         fused = self.fused if fused is None else fused
         kernels = self.decode_launches[fused]
         decoding = self.decode_bytes / (BANDWIDTH_SHARE * card.bandwidth) + kernels * REPLAY_SECONDS
-        taken = self.graphs_on(card) if graphs else []
-        replayed = sum(each.kernels(peak, fused=fused) for each in taken)
+        recorded = self.recorded_on(card) if graphs else []
+        replayed = sum(each.kernels(fused=fused) for each in recorded)
         return Seconds(
             work=self.flops / (EFFICIENCY * peak * 1e12),
             launching=(self.launches[fused] - replayed) * LAUNCH_SECONDS,
@@ -197,6 +188,13 @@ class StagePlan:
     def changed(self, config: object) -> "StagePlan":
         """The same models at other settings, which do not change what they are made of."""
         return replace(self, config=config)
+
+    @property
+    def load(self) -> LoadConfig:
+        """How its models are loaded, and which kernels they have."""
+        config: Any = self.config
+        found: LoadConfig = config.load if isinstance(config, RlhfConfig) else config.model
+        return found
 
     @property
     def trained(self) -> dict[str, TrainedModel]:
@@ -293,7 +291,7 @@ class StagePlan:
             found = _iteration_time(config, self.models, self.trained)
         else:
             found = _step_time(config, self.trained["model"])
-        return replace(found, training_bytes=self.phases[TRAINING])
+        return replace(found, load=self.load, training_bytes=self.phases[TRAINING])
 
 
 def build_plan(config: Any, home: Path) -> StagePlan:
@@ -385,7 +383,7 @@ def _step_time(config: SupervisedConfig, trained: TrainedModel) -> StepTime:
         flops.hardware / config.parallel.processes_per_share,
         {fused: launches(fused) for fused in (True, False)},
         fused=config.model.fused_kernels != "off",
-        recorded=[Recorded(trained, config.model, config.batch.gradient_accumulation_steps)],
+        passes=[Recorded(trained, config.batch.gradient_accumulation_steps)],
     )
 
 
@@ -445,8 +443,8 @@ def _iteration_time(
         generated=count * data.max_answer_seq_len * data_world_size(),
         decode_bytes=work.decode_bytes / ranks,
         decode_launches={f: decode_steps * count_launches(actor, fused=f).decoding for f in both},
-        recorded=[
-            Recorded(each, config.load, num_steps * per_step * config.ppo.ppo_epochs)
+        passes=[
+            Recorded(each, num_steps * per_step * config.ppo.ppo_epochs)
             for each in trained.values()
         ],
     )
