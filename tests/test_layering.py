@@ -79,7 +79,7 @@ FLOORS = [
         ),
     },
     {
-        "generation": Room("algos lora models", "psutil torch transformers"),
+        "generation": Room("algos kernels lora models", "psutil torch transformers"),
         "runtime": Room(
             "algos checkpoint config data engine lora models perf report",
             "packaging psutil torch",

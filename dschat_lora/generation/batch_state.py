@@ -1,6 +1,6 @@
 """Decoding state of a batch, with a key-value cache and without one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 from dschat_lora.algos.segments import block_causal_mask, to_device
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps
 from dschat_lora.generation.kv_cache import KVCache
+from dschat_lora.generation.own_columns import OwnColumnTable
 from dschat_lora.generation.sampling import Responses
+from dschat_lora.kernels import support
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.backbone import (
     WITHOUT_MASK,
@@ -65,8 +67,10 @@ class CachedRows:
         self._order: list[int] = []  # which sequence each row holds, in use or ended
         self._first: list[int] = []  # column that each sequence begins in
         self.sequences: list[int] = []
-        self._filled = 0
+        self._filled = self._width = 0  # columns in use, and those of prompts
+        self._copies = 1
         rows, columns = self._rounded(*capacity)
+        self._own = OwnColumnTable(rows, device) if support.runs_kernels(device) else None
         # One step adds 1 to all: tokens chosen, the cache's column, and each row's position.
         self._counters = torch.zeros(2 + rows, dtype=torch.int64, device=device)
         self._chosen, self._positions = self._counters[:1], self._counters[2:, None]
@@ -109,7 +113,8 @@ class CachedRows:
         self._responses, count = responses, len(prompts) * copies
         lengths, device = torch.tensor([len(prompt) for prompt in prompts]), self._ids.device
         room = self._cache.capacity[1] - max(responses.limits)
-        self._filled = self._prompt_columns(int(lengths.max()), room)
+        self._filled = self._width = self._prompt_columns(int(lengths.max()), room)
+        self._copies = copies
         # On a CPU every row holds a sequence, and attention is ours; in 16 bits the sum of both
         # parts would be rounded once more.
         shares = device.type == "cpu" and not self._buckets and self._model.dtype.itemsize > 2
@@ -146,8 +151,20 @@ class CachedRows:
         for kind, window in self._windows.items():
             last = masks[kind][:, :, -1:].repeat_interleave(copies, 0)
             self._masks[kind][:count, :, :, window or 0 :][..., : self._filled] = last
+        self._tell_columns(self.sequences)
         place = self._sequence[:count], self._chosen
         self._ids[:count, 0] = responses.advance(logits, *place, self._group)
+
+    def _tell_columns(self, living: Collection[int]) -> None:
+        """Have rows of sequences that have ended read nothing, and those of a prompt it once."""
+        if self._own is None:
+            return
+        rows = {row: each for row, each in enumerate(self.sequences) if each in living}
+        copies: dict[int, list[int]] = {}
+        for row, sequence in rows.items():
+            copies.setdefault(sequence // self._copies, []).append(row)
+        first = {row: self._first[sequence] for row, sequence in rows.items()}
+        self._own.tell(first, ((self._width, own) for own in copies.values()))
 
     def _read_by_length(
         self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], lengths: Tensor
@@ -194,7 +211,7 @@ class CachedRows:
         if self._steps is None:
             self.advance()
         else:
-            shape = (self._responses, rows, self._cache.columns)
+            shape = (self._responses, rows, self._cache.columns, self._copies > 1)
             self._steps.run(shape, self.advance, self._ids.device)
 
     def advance(self) -> None:
@@ -213,6 +230,9 @@ class CachedRows:
             if window is not None:
                 mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
             masks[kind] = mask[:rows, :, :, before:][..., : cache.columns]
+            if self._own is not None:
+                last, shares = cache.column.expand(rows), self._copies > 1
+                vars(masks[kind])["columns"] = self._own.of(last, window=window, shares=shares)
         inputs = self._ids[:rows], self._positions[:rows], masks, cache
         logits = next_logits(self._model, *inputs)[:, -1]
         place = self._sequence[:rows], self._chosen
@@ -224,8 +244,10 @@ class CachedRows:
         ``alive`` says whether each row in use is unfinished; at least one is.
         """
         living = [row for row, lives in enumerate(alive) if lives]
+        sequences = {self.sequences[row] for row in living}
         rows, _ = self._rounded(len(living), 0)
         if self._cache.rows - rows < max(1, self._cache.rows // 16):
+            self._tell_columns(sequences)
             return
         sources = [row for row in living if row >= rows]
         targets = [row for row in range(rows) if row >= len(alive) or not alive[row]]
@@ -233,6 +255,7 @@ class CachedRows:
             self._move(sources, targets[: len(sources)])
         self._cache.rows = rows
         self.sequences = self.sequences[:rows]
+        self._tell_columns(sequences)
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         device = self._ids.device

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dschat_lora.generation.decode_layers import decoding_forwards
+from dschat_lora.generation.stacked_linears import ROWS_MULTIPLE, StackedLinears, stack_weights
+from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.experts import expert_holders, fused_experts
 from dschat_lora.lora.layers import (
     LoraLinear,
@@ -28,49 +31,6 @@ Forward = Callable[[Tensor], Tensor]
 _READ_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Below so many products of a CPU layer, the call of oneDNN takes longer than the computation.
 MIN_PACKED_PRODUCTS = 2**20
-ROWS_MULTIPLE = 8  # rows that tensor cores take at once, in 16-bit types
-_STACK = "stack"  # attribute of a moved weight: address and bytes of the matrix that it is part of
-
-
-class StackedLinears:
-    """``x W^T + b``, and of adapters ``scaling * x A^T B^T``, of layers that read one input.
-
-    The first layer called computes them for all. Where a layer is given another tensor than the
-    one before it, they are computed anew.
-
-    Args:
-        stack: (out + rank, in) weights of the layers one after another, then their A.
-        bias: (out + rank,), 0 for the rows of A, or None.
-        sizes: outputs of each layer; out is their sum.
-        up: (rank, out), block by block B^T of each layer, else 0; None without adapters.
-        scaling: of the update.
-    """
-
-    def __init__(
-        self,
-        stack: Tensor,
-        bias: Tensor | None,
-        sizes: Sequence[int],
-        up: Tensor | None = None,
-        scaling: float = 1.0,
-    ) -> None:
-        self._stack, self._bias, self._up, self._scaling = stack, bias, up, scaling
-        self._sizes, self._out = list(sizes), sum(sizes)
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
-
-    def read(self, number: int, x: Tensor) -> Tensor:
-        """(..., size) output of the layer with this number, for (..., in) x."""
-        if x is not self._input:
-            products = F.linear(x.reshape(-1, x.shape[-1]), self._stack, self._bias)
-            if self._up is not None:
-                outputs = products[:, : self._out]
-                products = outputs.addmm_(products[:, self._out :], self._up, alpha=self._scaling)
-            self._input, self._outputs = x, torch.split(products, self._sizes, dim=1)
-        output = self._outputs[number]
-        if number == len(self._sizes) - 1:
-            self._input, self._outputs = None, ()
-        return output.view(*x.shape[:-1], output.shape[1])
 
 
 class FastLinears:
@@ -107,11 +67,14 @@ class FastLinears:
         self._copies: list[Tensor] = []
         self._sources: list[Callable[[], Any]] = []  # of what each is a copy
         self._forwards: dict[nn.Module, Forward] = {}
+        self._stacks: dict[tuple[nn.Module, ...], StackedLinears] = {}
         self._experts: list[tuple[nn.Module, str, nn.Parameter]] = []  # with unpacked weights
         if self._unpacked and size:
             self._experts += _unpacked_experts(model)
         for layers in _adapted_groups(model):
-            stacks = layers[0].weight.is_cuda if stacked is None else stacked
+            device = layers[0].weight.device
+            default = device.type == "cuda" or runs_kernels(device)
+            stacks = default if stacked is None else stacked
             if merged:
                 for group in [layers] if stacks else [[layer] for layer in layers]:
                     self._use(group, self._merge(group))
@@ -122,6 +85,7 @@ class FastLinears:
                 forward = self._forward_of(module)
                 if forward is not None:
                     self._forwards[module] = forward
+        self._forwards |= decoding_forwards(model, self._stacks)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -185,6 +149,7 @@ class FastLinears:
         return frozen and self._computes_whole(layer)
 
     def _use(self, layers: Sequence[LoraLinear], products: StackedLinears) -> None:
+        self._stacks[tuple(layers)] = products
         for number, layer in enumerate(layers):
             forward = partial(products.read, number)
             self._forwards[layer] = _around(layer, forward, self._active_bias(layer))
@@ -200,18 +165,19 @@ class FastLinears:
         return StackedLinears(stack, self._bias(layers, sizes, len(stack)), sizes)
 
     def _stack(self, layers: Sequence[LoraLinear]) -> StackedLinears:
-        """The layers with the first factors of their adapters behind their weights."""
+        """The layers with the first factors of their adapters behind their weights.
+
+        Those of lower rank than others have zeros.
+        """
         sizes = [layer.out_features for layer in layers]
-        ranks = [len(layer.factors()[0]) for layer in layers]
-        stack = _stack_of(layers, spare=sum(ranks))
-        up = stack.new_zeros(len(stack) - sum(sizes), sum(sizes))
-        row = column = 0
-        for layer, size, rank in zip(layers, sizes, ranks, strict=True):
-            down = stack[sum(sizes) + row :][:rank]
-            self._refresh(down, partial(_factor, layer, 0))
-            block = up[row : row + rank, column : column + size]
-            self._refresh(block.T, partial(_factor, layer, 1))
-            row, column = row + rank, column + size
+        rank = max(len(layer.factors()[0]) for layer in layers)
+        stack = _stack_of(layers, spare=rank * len(layers))
+        up = stack.new_zeros(sum(sizes), rank)
+        downs, ups = torch.split(stack[sum(sizes) :], rank), torch.split(up, sizes)
+        for layer, down, block in zip(layers, downs, ups, strict=False):
+            own = len(layer.factors()[0])
+            self._refresh(down[:own], partial(_factor, layer, 0))
+            self._refresh(block[:, :own], partial(_factor, layer, 1))
         bias = self._bias(layers, sizes, len(stack))
         return StackedLinears(stack, bias, sizes, up, layers[0].scaling)
 
@@ -350,31 +316,3 @@ def _adapted_groups(model: nn.Module) -> Iterator[list[LoraLinear]]:
     for module in model.modules():
         if isinstance(module, LoraLinear) and module.enabled and module not in grouped:
             yield [module]
-
-
-def stack_weights(weights: Sequence[nn.Parameter], *, spare: int) -> Tensor:
-    """(rows, in) matrix that these weights are part of, one after another, and then spare rows.
-
-    They are moved there, unless an earlier call has done so. Spare rows are at least ``spare``,
-    0 at first, and belong to no parameter.
-    """
-    out = sum(len(weight) for weight in weights)
-    first = weights[0]
-    rows = out + spare + -(out + spare) % ROWS_MULTIPLE
-    # Whether they lie where an earlier call has put them, with as many rows or more.
-    storage, offset = first.untyped_storage(), 0
-    here = storage.data_ptr(), storage.nbytes()
-    lie_there = here[1] >= rows * first.shape[1] * first.element_size()
-    for weight in weights:
-        same = weight.untyped_storage().data_ptr() == here[0] and weight.is_contiguous()
-        known = getattr(weight, _STACK, None) == here and weight.storage_offset() == offset
-        lie_there = lie_there and same and known
-        offset += weight.numel()
-    if lie_there:
-        return first.data.as_strided((rows, first.shape[1]), (first.shape[1], 1), 0)
-    stack = first.data.new_zeros(rows, first.shape[1])
-    storage = stack.untyped_storage()
-    for weight, part in zip(weights, torch.split(stack[:out], [*map(len, weights)]), strict=True):
-        weight.data = part.copy_(weight.data)
-        setattr(weight, _STACK, (storage.data_ptr(), storage.nbytes()))
-    return stack

@@ -1,9 +1,10 @@
 """A static cache for decoding, and attention of a few new tokens to what it holds."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,12 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from dschat_lora.kernels import support
+from dschat_lora.kernels.attention import MOST_SIZE, OwnColumns, attend_own_columns
 from dschat_lora.models.backbone import attends, attention_windows, cache_argument, recurrent_layers
 
+# Writes keys and values of a step into (rows, heads, columns, D) of each, in (rows,) columns.
+WriteHeads = Callable[[Tensor, Tensor, Tensor], None]
 # Whether models gave with our cache what they give without, where that was tried.
 TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 MAX_PRODUCT_TOKENS = 64  # for more, the fused kernel of attention is better
 _BY_PRODUCTS, _ONE_TOKEN = "dschat_lora_decode", "dschat_lora_decode_one_token"
+_BY_KERNEL = "dschat_lora_decode_own_columns"
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Options of attention layers without effect where a mask is given, out of training.
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
@@ -206,10 +212,24 @@ class KVCache(RecurrentStates):
             for store, new in zip(self._layers[index], taken, strict=True):
                 store[: len(rows), :, : columns.shape[1]] = new
 
+    def step_columns(self) -> Tensor | None:
+        """(rows,) int64 column of each row's next token; None while prompts are read."""
+        reads = self.copies or self.following is not None
+        return None if reads else self.column.expand(self.rows)
+
     def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_idx: int,
+        *_: object,
+        write: WriteHeads | None = None,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store (B, heads, T, D) of new tokens; returns all keys and values, (B, heads, ., D)."""
+        """Store (B, heads, T, D) of new tokens; returns all keys and values, (B, heads, ., D).
+
+        In a step ``write`` may do so: see :meth:`step_columns`.
+        """
         if layer_idx not in self._layers:
             self._layers[layer_idx] = self._allocate(key, value)
         stores = self._layers[layer_idx]
@@ -225,12 +245,7 @@ class KVCache(RecurrentStates):
                 store[rows, :, columns] = new[rows, :, steps]
             keys, values = (store[: len(key), :, : self.columns] for store in stores)
             return keys, values
-        pair = _as_pair(key, value) if isinstance(stores, Tensor) else None
-        if isinstance(stores, Tensor) and pair is not None:
-            stores[:, : self.rows].index_copy_(3, self.column, pair)
-        else:
-            for store, new in zip(stores, (key, value), strict=True):
-                store[: self.rows].index_copy_(2, self.column, new)
+        self._store_step(stores, key, value, write)
         keys, values = (store[: self.rows, :, : self.columns] for store in stores)
         if layer_idx in self._prompts and self._shared_by is not None:
             sequences, copies = self._shared_by
@@ -253,6 +268,22 @@ class KVCache(RecurrentStates):
             return
         rows = store[: count * self.copies, :, :width]
         rows.view(count, self.copies, heads, width, size).copy_(new[:, None])
+
+    def _store_step(
+        self,
+        stores: Tensor | tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        write: WriteHeads | None,
+    ) -> None:
+        pair = _as_pair(key, value) if isinstance(stores, Tensor) else None
+        if write is not None:
+            write(stores[0][: self.rows], stores[1][: self.rows], self.column.expand(self.rows))
+        elif isinstance(stores, Tensor) and pair is not None:
+            stores[:, : self.rows].index_copy_(3, self.column, pair)
+        else:
+            for store, new in zip(stores, (key, value), strict=True):
+                store[: self.rows].index_copy_(2, self.column, new)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the used columns of rows ``sources`` over those of rows ``targets``."""
@@ -288,7 +319,7 @@ def fast_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within, layers that use "sdpa" attend from few tokens as is best for their device.
 
     On a CPU that is by plain products: the fused kernel is made for many tokens, and took two to
-    ten times as long for one. On a GPU see :func:`attend_one_token`.
+    ten times as long for one. On a GPU see :func:`attend_by_kernel` and :func:`attend_one_token`.
     Masks must be given whole: transformers makes none for attention it does not know.
     """
     config, kind = model.config, model.device.type
@@ -297,12 +328,47 @@ def fast_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     name, attend = (_BY_PRODUCTS, attend_by_products) if on_cpu else (_ONE_TOKEN, attend_one_token)
+    if support.runs_kernels(model.device):
+        name, attend = _BY_KERNEL, partial(attend_by_kernel, attend)
     AttentionInterface.register(name, attend)
     try:
         config._attn_implementation = name
         yield
     finally:
         config._attn_implementation = "sdpa"
+
+
+def attend_by_kernel(
+    otherwise: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Attention of one token to the columns that its row's mask shows.
+
+    They come as the mask's attribute ``columns``, so that a model which adds to its mask, such as
+    a bias of positions, is served ``otherwise``; so are options that change more than a mask does.
+    Shapes are those of :func:`attend_by_products`.
+    """
+    columns: OwnColumns | None = getattr(attention_mask, "columns", None)
+    given = {name for name, option in options.items() if option is not None}
+    if columns is None or given - _WITHOUT_EFFECT or not _fits(query, key, value, columns):
+        return otherwise(module, query, key, value, attention_mask, scaling=scaling, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend_own_columns(query[:, :, 0], key, value, columns, scale=scale)[:, None], None
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, columns: OwnColumns) -> bool:
+    """Whether one token of each row attends to stores that are alike."""
+    rows, _, tokens, size = query.shape
+    alike = key.shape == value.shape and key.stride() == value.stride() and size <= MOST_SIZE
+    types = {query.dtype, key.dtype, value.dtype}
+    return tokens == 1 and alike and len(columns.last) == rows == len(key) and len(types) == 1
 
 
 def attend_one_token(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dschat_lora.generation.batch_state import COLUMN_BUCKET
-from dschat_lora.generation.kv_cache import RecurrentStates
+from dschat_lora.generation.kv_cache import RecurrentStates, WriteHeads
 from dschat_lora.generation.prefix_cache import Layers
 
 
@@ -73,20 +73,39 @@ class SlotCache(RecurrentStates):
         rows = self._rows_in_use
         return (self.rows, None, rows.stop) if isinstance(rows, slice) else (self.rows, rows, 0)
 
+    def step_columns(self) -> Tensor | None:
+        """(rows,) int64 column of each row's next token; None while prompts are read."""
+        columns = None if self._places is None else self._places[1]
+        steps = isinstance(self._rows_in_use, slice) and columns is not None
+        return columns[:, 0] if steps and columns is not None else None
+
     def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_idx: int,
+        *_: object,
+        write: WriteHeads | None = None,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store (B, heads, T, D) of new tokens; returns the keys and values to attend to."""
+        """Store (B, heads, T, D) of new tokens; returns the keys and values to attend to.
+
+        In a step ``write`` may do so: see :meth:`step_columns`.
+        """
         if layer_idx not in self._layers:
             shapes = [(self.rows, x.shape[1], self._columns, x.shape[3]) for x in (key, value)]
             self._layers[layer_idx] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
         stores = self._layers[layer_idx]
         assert self._places is not None
         rows, columns = self._places
-        for store, new in zip(stores, (key, value), strict=True):
-            if self._clears:
-                store.index_fill_(0, rows[:, 0], 0)
-            store[rows, :, columns] = new.transpose(1, 2)
+        if write is not None:
+            own = self._rows_in_use
+            write(stores[0][own], stores[1][own], columns[:, 0])
+        else:
+            for store, new in zip(stores, (key, value), strict=True):
+                if self._clears:
+                    store.index_fill_(0, rows[:, 0], 0)
+                store[rows, :, columns] = new.transpose(1, 2)
         keys, values = (store[self._rows_in_use, :, : self._width] for store in stores)
         return keys, values
 

@@ -9,6 +9,7 @@ import torch
 
 _LIBRARY = torch.library.Library("dschat_lora", "DEF")
 ON_CPU = False  # run kernels on a CPU too, by Triton's interpreter, as their tests do
+PLAIN_ON_CPU = False  # take operators there as on a GPU, and compute them by torch
 
 
 @cache
@@ -19,7 +20,7 @@ def _has_triton() -> bool:
 def runs_kernels(device: torch.device) -> bool:
     """Whether kernels in Triton run on ``device``: NVIDIA's of compute capability 8 or more."""
     if device.type != "cuda":
-        return ON_CPU and _has_triton()
+        return PLAIN_ON_CPU or (ON_CPU and _has_triton())
     capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return capable and _has_triton()
 

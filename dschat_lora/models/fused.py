@@ -11,6 +11,17 @@ from transformers import PreTrainedModel
 
 _AGREES = 1e-5  # relative error in fp32 that is rounding
 _ROTARY = "apply_rotary_pos_emb"  # in the module of a model's attention
+_PLAIN = "plain_layers"  # attribute of a model and its copies
+
+
+def keep_plain(model: PreTrainedModel) -> None:
+    """Have a model's layers computed as transformers does, in decoding too."""
+    setattr(model, _PLAIN, True)
+
+
+def keeps_plain(model: nn.Module) -> bool:
+    """Whether :func:`keep_plain` was called."""
+    return bool(getattr(model, _PLAIN, False))
 
 
 def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:

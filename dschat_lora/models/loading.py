@@ -31,6 +31,7 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
+from dschat_lora.models.fused import fuse_kernels, keep_plain
 from dschat_lora.models.option_checks import original_positions, position_limit
 from dschat_lora.models.stored_weights import check_whole, empty_parameters, load_parts
 
@@ -201,9 +202,9 @@ def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     if config.fused_kernels == "on" or (
         config.fused_kernels == "auto" and torch.cuda.is_available()
     ):
-        from dschat_lora.models.fused import fuse_kernels
-
         fuse_kernels(model, on_cpu=config.fused_kernels == "on")
+    elif config.fused_kernels == "off":
+        keep_plain(model)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # Llama 4 has that of a whole with vision
     return model

@@ -26,6 +26,13 @@ _OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; a
 _NORM, _LAYER_NORM, _NORM_BY_PARTS = (1, 3, 1), (1, 2, 1), (8, 22, 8)
 _REST, _REST_ROTATED, _REST_BY_PARTS = (6, 14, 6), (10, 34, 10), (14, 48, 17)
 _APART = 3  # of decoding, where norms make queries and keys two tensors, each to be rotated
+# Of decoding a layer of Llama's or OPT's form: two norms, attention, and four products with what
+# follows each: heads, a residual, the activation, a residual.
+_DECODING = 2 + 1 + 4 * 2
+_FORMS = (
+    {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    {"self_attn", "activation_fn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"},
+)
 _TRAINED = 18  # of the optimizer, for a weight that trains without an adapter
 
 
@@ -78,10 +85,15 @@ def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = F
         norms = {name: type(each).__name__ for name, each in block.named_modules()}
         norms = {name: kind for name, kind in norms.items() if "Norm" in kind}
         parts = [rms if "RMS" in kind else _LAYER_NORM for kind in norms.values()]
-        totals = [sum(column) for column in zip(totals, rest, *parts, _linears(shape), strict=True)]
+        totals, before = (
+            [sum(column) for column in zip(totals, rest, *parts, _linears(shape), strict=True)],
+            totals[2],
+        )
         updates += _TRAINED * sum(x.trained and not x.adapter_trained for x in shape.linears)
         apart = rest is _REST_ROTATED and any(name.endswith("q_norm") for name in norms)
         totals[2] += _APART * apart
+        if fused and {*block._modules} in _FORMS:
+            totals[2] = before + _DECODING
     forward, training, decoding = totals
     training += forward * recomputes
     return Launches(

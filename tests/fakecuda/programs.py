@@ -214,6 +214,7 @@ def decode(
     layers=None,
     lora_dim=16,
     rows=8,
+    copies=1,
     length=256,
     new_tokens=128,
     dtype="bf16",
@@ -222,13 +223,17 @@ def decode(
     calls=2,
     anew=False,
 ):
-    """Each of some calls of one decoder, or of one decoder ``anew`` for each."""
+    """Each of some calls of one decoder, or of one decoder ``anew`` for each.
+
+    It has so many ``rows``, each ``copies`` of them responses to one prompt.
+    """
     size = shapes.SHAPES[shape]
     size = replace(size, lora_dim=lora_dim, num_layers=layers or size.num_layers)
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends
-        prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows)]
+        prompts = [list(range(4, 4 + length - n % 9)) for n in range(rows // copies)]
+        seeds = [range(n, n + copies) for n in range(len(prompts))]
         kinds = Counter()
         model.get_output_embeddings().register_forward_hook(
             lambda head, inputs, logits: kinds.update([str(logits.dtype).removeprefix("torch.")])
@@ -239,7 +244,7 @@ def decode(
             if anew or decoder is None:
                 decoder = Decoder(model, eos_ids=[2], pad_id=1, device=device(), merged=merged)
             with warnings.catch_warnings(record=True) as told:
-                decoder(prompts, Sampling(new_tokens), seeds=[[n] for n in range(rows)])
+                decoder(prompts, Sampling(new_tokens), seeds=seeds)
             left = [*watch.underway.elements(), *(["stream"] if watch.stream.captures else [])]
             warned, holds = [str(each.message) for each in told], sum(watch.pools.values())
             more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}

@@ -25,9 +25,25 @@ def test_a_second_call_replays_what_the_first_one_captured(fake_device):
     )
     # Of each block; 8 before and after them: the counters, the mask, three of the embeddings and
     # their sum, the last norm, the head; and 10 of sampling, which casts no logits.
-    assert merged["graph_operations"] == [12 * layers + 18]
-    assert first["graph_operations"] == [16 * layers + 18]
+    assert merged["graph_operations"] == [11 * layers + 18]
+    assert first["graph_operations"] == [11 * layers + 18]
     assert first["logits"] == second["logits"] == ["float32"], "the sums of 16-bit products"
+
+
+@pytest.mark.parametrize(
+    ("rows", "copies", "combined"),
+    [(8, 1, True), (32, 1, False), (32, 8, True)],
+    ids=["few rows are split", "rows that fill the card", "a prompt is read for its copies"],
+)
+def test_rows_attend_to_their_own_columns_by_one_launch_or_two(fake_device, rows, copies, combined):
+    options = {"shape": "llama-3-8b", "layers": 2, "length": 250, "new_tokens": 4}
+    first, second = fake_device.run("fakecuda.programs:decode", rows=rows, copies=copies, **options)
+    found = first["graph_kinds"]
+    assert found["dschat_lora::attend_columns"] == 2
+    assert found.get("dschat_lora::combine_parts", 0) == 2 * combined
+    assert not [name for name in found if "scaled_dot_product" in name]
+    assert (first["graphs"], second["graphs"], second["replays"]) == (1, 0, 3)
+    assert second["waits"] == {}
 
 
 WITHOUT = "decoding without CUDA graphs, more slowly: "
@@ -79,14 +95,13 @@ def test_after_a_failed_capture_numbers_are_drawn_and_no_graph_of_before_is_repl
 
 
 @pytest.mark.thorough
-def test_cudnn_plans_attention_of_steps_and_where_it_is_asked_for_of_prompts(fake_device):
+def test_cudnn_plans_attention_of_prompts_where_it_is_asked_for(fake_device):
     longest = [50, 65, 70, 100, 127, 128, 129, 200]
     found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=False)
-    assert found == [[1, 128], [1, 256]]
-    # Prompts up to multiples of 64, but the last of which the cache has room for 248; steps by
-    # buckets of 128 columns.
+    assert found == []
+    # Up to multiples of 64, but the last, of which the cache has room for 248.
     found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=True)
-    assert found == [[1, 128], [1, 256], [64, 64], [128, 128], [192, 192], [248, 248]]
+    assert found == [[64, 64], [128, 128], [192, 192], [248, 248]]
 
 
 @pytest.mark.parametrize("copies", [4, 1][: 2 if ALL else 1])

@@ -1,0 +1,220 @@
+"""Attention of one token to the columns of a cache that are its row's own.
+
+A masked call reads as many columns of each row as the longest has. Here programs read those of
+their row, and what rows begin with in common is read once for up to :data:`COPIES` of them, whose
+queries are rows of one product (Hydragen, arXiv:2402.05099, section 3.2).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dschat_lora.kernels.support import define
+
+COPIES = 8  # rows that read together what they share
+NOWHERE = 2**30  # a column that no cache has
+MOST_SIZE = 256  # of a head
+_MOST_QUERIES, _TILE_BYTES = 64, 2**14  # of a program's queries
+_SPLIT_COLUMNS, _MOST_SPLITS = 128, 32
+
+
+@dataclass(frozen=True)
+class OwnColumns:
+    """Which columns each row attends to with the one token of a step; tensors on the device.
+
+    Attributes:
+        first, last: (rows,) int64; row i attends to columns ``first[i]`` to ``last[i]``, both
+            included; to none where ``first[i]`` is :data:`NOWHERE`.
+        own: (rows,) int64; columns of row i before ``own[i]``, if any, are those of a tile.
+        tiles: (tiles, :data:`COPIES`) int64 rows that hold the same in their columns before
+            ``own``, or -1; each row that has such columns is there once. None: no row has.
+        window: a row attends to the last so many columns alone; None: all.
+    """
+
+    first: Tensor
+    own: Tensor
+    last: Tensor
+    tiles: Tensor | None = None
+    window: int | None = None
+
+
+def attend_own_columns(
+    query: Tensor, key: Tensor, value: Tensor, columns: OwnColumns, *, scale: float
+) -> Tensor:
+    """(rows, heads, D) attention of one token of each row; zeros where it has no columns.
+
+    Where rows and key heads would not fill the device, the columns of each are split, and a second
+    launch combines the parts.
+
+    Args:
+        query: (rows, heads, D), where heads are a multiple of key heads.
+        key: (rows, key heads, columns, D).
+        value: likewise, with the strides of the keys.
+        columns: which of them each row attends to.
+        scale: multiplies the products of queries and keys.
+    """
+    rows, heads, most, _ = key.shape
+    fewest = 3 * processors(key.device) // 2  # as many bytes are then on their way as memory gives
+    splits = splits_of(rows * heads, most, fewest), 0
+    if columns.tiles is not None:
+        splits = splits[0], splits_of(-(-rows // COPIES) * heads, most, fewest)
+    first, own = columns.first, columns.own
+    window = NOWHERE if columns.window is None else columns.window
+    parts, sums = attend_columns(
+        query, key, value, first, own, columns.last, columns.tiles, scale, window, *splits
+    )
+    if sum(splits) == 1:
+        return parts[:, :, 0]
+    return combine_parts(parts, sums, first, own, query, splits[0])
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 of a CPU, where nothing is split."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def splits_of(programs: int, columns: int, fewest: int) -> int:
+    """Parts of so many columns, a power of two, with which programs are the ``fewest`` or more."""
+    most = min(_MOST_SPLITS, max(1, columns // _SPLIT_COLUMNS))
+    splits = 1
+    while splits * programs < fewest and 2 * splits <= most:
+        splits *= 2
+    return splits
+
+
+def blocks(size: int, itemsize: int, heads: int) -> tuple[int, int, int, int]:
+    """(PADDED_SIZE, PADDED_HEADS, COPIES, COLUMNS) of a program for so many heads of a key head."""
+    padded_size, padded_heads = (1 << (each - 1).bit_length() for each in (max(16, size), heads))
+    queries = min(_MOST_QUERIES, _TILE_BYTES // (padded_size * itemsize))
+    copies = min(COPIES, max(1, queries // padded_heads))
+    return padded_size, padded_heads, copies, 64 if padded_size * itemsize <= 256 else 32
+
+
+def _attend_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    own: Tensor,
+    last: Tensor,
+    tiles: Tensor | None,
+    scale: float,
+    window: int,
+    row_splits: int,
+    tile_splits: int,
+) -> tuple[Tensor, Tensor]:
+    from dschat_lora.kernels.attention_kernels import attend_columns
+
+    parts, sums = _empty_parts(query, row_splits + tile_splits)
+    rows, key_heads, _, size = key.shape
+    heads = query.shape[1] // key_heads
+    assert key.stride() == value.stride()
+    assert key.stride(3) == query.stride(2) == first.stride(0) == own.stride(0) == 1
+    padded_size, padded_heads, copies, columns = blocks(size, key.itemsize, heads)
+    tile_programs = 0 if tiles is None else tiles.numel() // copies * tile_splits
+    options = {"ROW_SPLITS": row_splits, "TILE_SPLITS": tile_splits, "COPIES": copies}
+    options |= {"HEADS": heads, "PADDED_HEADS": padded_heads, "COLUMNS": columns}
+    attend_columns[(tile_programs + rows * row_splits, key_heads)](
+        *(query, key, value, first, own, last, first if tiles is None else tiles, parts, sums),
+        *(*query.stride()[:2], *key.stride()[:3], last.stride(0), scale, window, tile_programs),
+        **options,
+        SIZE=size,
+        PADDED_SIZE=padded_size,
+        num_stages=2,
+    )
+    return parts, sums
+
+
+def _empty_parts(query: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Parts of an output and the base-2 logarithms of their sums, which one part does not have."""
+    rows, heads, size = query.shape
+    dtype = query.dtype if count == 1 else torch.float32
+    parts = query.new_empty(rows, heads, count, size, dtype=dtype)
+    return parts, query.new_empty(rows, heads, count * (count > 1), dtype=torch.float32)
+
+
+def _combine_kernel(
+    parts: Tensor, sums: Tensor, first: Tensor, own: Tensor, query: Tensor, row_splits: int
+) -> Tensor:
+    from dschat_lora.kernels.attention_kernels import combine_parts
+
+    rows, heads, count, size = parts.shape
+    output = query.new_empty(rows, heads, size)
+    padded_parts, padded_size = (1 << (each - 1).bit_length() for each in (count, size))
+    options = {"PADDED_PARTS": padded_parts, "SIZE": size, "PADDED_SIZE": padded_size}
+    combine_parts[(rows * heads,)](
+        *(parts, sums, first, own, output, heads), ROW_SPLITS=row_splits, PARTS=count, **options
+    )
+    return output
+
+
+def _attend_plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    own: Tensor,
+    last: Tensor,
+    tiles: Tensor | None,
+    scale: float,
+    window: int,
+    row_splits: int,
+    tile_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """All of a row as the first of its parts."""
+    parts, sums = _empty_parts(query, row_splits + tile_splits)
+    columns, last = torch.arange(key.shape[2], device=key.device), last[:, None]
+    if tiles is not None:
+        holder, any_row = torch.arange(len(key)), tiles.amax(1, keepdim=True).expand_as(tiles)
+        holder[tiles[tiles >= 0]] = any_row[tiles >= 0]
+        of_tile = (columns < own[:, None])[:, None, :, None]
+        key, value = (torch.where(of_tile, store[holder], store) for store in (key, value))
+    seen = (columns >= torch.maximum(first[:, None], last + 1 - window)) & (columns <= last)
+    grouped = query.view(len(query), key.shape[1], -1, query.shape[2])
+    # A row without columns attends to all instead, of which nothing is kept.
+    mask = (seen | ~seen.any(1, keepdim=True))[:, None, None]
+    output = F.scaled_dot_product_attention(grouped, key, value, mask, scale=scale)
+    output = output.masked_fill(~seen.any(1)[:, None, None, None], 0)
+    parts.zero_()[:, :, 0] = output.view(query.shape)
+    sums.fill_(-torch.inf)[:, :, :1] = 0
+    return parts, sums
+
+
+def _combine_plain(
+    parts: Tensor, sums: Tensor, first: Tensor, own: Tensor, query: Tensor, row_splits: int
+) -> Tensor:
+    return (sums.exp2()[..., None] * parts).sum(2).to(query.dtype)
+
+
+def _like_query(
+    parts: Tensor, sums: Tensor, first: Tensor, own: Tensor, query: Tensor, row_splits: int
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _parts_of(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    *_, row_splits, tile_splits = others
+    return _empty_parts(query, row_splits + tile_splits)  # type: ignore[operator]
+
+
+attend_columns: Callable[..., tuple[Tensor, Tensor]] = define(
+    "attend_columns(Tensor query, Tensor key, Tensor value, Tensor first, Tensor own, Tensor last,"
+    " Tensor? tiles, float scale, int window, int row_splits, int tile_splits) -> (Tensor, Tensor)",
+    _attend_kernel,
+    plain=_attend_plain,
+    fake=_parts_of,
+)
+combine_parts: Callable[..., Tensor] = define(
+    "combine_parts(Tensor parts, Tensor sums, Tensor first, Tensor own, Tensor query,"
+    " int row_splits) -> Tensor",
+    _combine_kernel,
+    plain=_combine_plain,
+    fake=_like_query,
+)

@@ -1,0 +1,143 @@
+"""Steps by few operators against the layers as they are."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from dschat_lora.generation.decode_layers import decoding_forwards
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.generation.slots import SlotRows
+from dschat_lora.kernels import support
+from dschat_lora.models.fused import keep_plain
+from dschat_lora.models.loading import share_parameters
+from generation.test_slots import GREEDY, MIXED, PROMPTS, WANTS, continuous, transformers_greedy
+from helpers.kinds import tiny_config
+from helpers.spread import ALL
+from helpers.tape import Tape
+from helpers.tiny import adapted, tiny_model
+
+CPU = torch.device("cpu")
+KINDS = ["opt", "llama", "qwen2", "qwen3"]  # biases, grouped queries, biases of some, normed heads
+SEEDS = [[number, 50 + number] for number in range(2)]
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators of the package."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        space, _, name = operation.name().partition("::")
+        if space == "dschat_lora":
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """Has steps computed as on a GPU, by the plain sums of operators, or by their kernels."""
+
+    def switch(*, kernels=False):
+        monkeypatch.setattr(support, "ON_CPU" if kernels else "PLAIN_ON_CPU", True)
+
+    return switch
+
+
+def drawn(model, *, steps=4, rows=0, **options):
+    decoding_forwards(model, {})  # which tries them once
+    decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(rows, 0), **options)
+    with Operators() as seen:
+        found = decoder(PROMPTS[:2], Sampling(steps), seeds=SEEDS, keep_logprobs=True)
+    return found.tokens(), found.logprobs(), seen.counts
+
+
+def same(found, expected):
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def lively(kind):
+    """A tiny model whose adapters say something."""
+    return adapted(tiny_model(kind), 0)
+
+
+@pytest.mark.parametrize("kernels", [False, *[True] * ALL])
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_and_logprobs_are_those_of_the_layers(kind, merged, kernels, operators):
+    model = lively(kind)
+    expected = drawn(model, merged=merged)
+    assert not any(name in expected[2] for name in ("place_heads", "add_low_rank"))
+    operators(kernels=kernels)
+    found = drawn(model, merged=merged)
+    same(found, expected)
+    assert found[2]["place_heads"] == 3 * 2, "one a step and layer"
+
+
+@pytest.mark.parametrize("kind", KINDS if ALL else ["llama", "opt"])
+def test_refilled_rows_and_recorded_steps_say_the_same(kind, operators, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.batch_state.ROW_BUCKETS", (2, 6, 8))
+    monkeypatch.setattr("dschat_lora.generation.batch_state.COLUMN_BUCKET", 8)
+    model, tapes = lively(kind), []
+    expected = drawn(model, steps=6)
+    operators()
+    same(drawn(model, steps=6, record=lambda step: tapes.append(Tape(step)) or tapes[-1]), expected)
+    assert tapes
+    refilled = drawn(model, steps=6, rows=3)
+    same(refilled, expected)
+    assert refilled[2]["place_heads"] > 5 * 2
+
+
+@pytest.mark.skipif(not MIXED, reason="the add-on is not there")
+@pytest.mark.parametrize("kind", KINDS if ALL else ["qwen3"])
+def test_each_row_uses_its_own_adapter(kind, operators):
+    base = tiny_model(kind)
+    models = [adapted(base, seed) for seed in range(2)]
+    model, chosen = share_parameters(base), MIXED[0].AdapterRows(CPU)
+    MIXED[0].mix_adapters(model, models, rows=chosen)
+    operators()
+    numbers = [1, 0, 2, 1, 2, 0]
+    with Operators() as seen:
+        said = continuous(SlotRows(model.eval(), chosen, pad_id=0), [GREEDY] * 6, numbers)
+    for prompt, number, count, tokens in zip(PROMPTS, numbers, WANTS, said, strict=True):
+        assert tokens == transformers_greedy([base, *models][number], prompt, count)
+    assert seen.counts["place_heads"] > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        *(("mistral", 2), ("qwen3_moe", 2), ("gemma2", 0), ("phi", 0), ("olmo2", 0)),
+        *([("mixtral", 2), ("smollm3", 1)] * ALL),  # whose every fourth layer does not rotate
+    ],
+)
+def test_layers_of_other_forms_are_left_as_they_are(kind, layers, operators):
+    operators()
+    model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    assert len(decoding_forwards(model, {})) == layers
+
+
+def test_a_residual_that_the_architecture_multiplies_is_no_layer_of_llama_s_form(operators):
+    operators()
+    config = tiny_config("granite")
+    assert len(decoding_forwards(AutoModelForCausalLM.from_config(config).eval(), {})) == 2
+    config.residual_multiplier = 0.5
+    assert decoding_forwards(AutoModelForCausalLM.from_config(config).eval(), {}) == {}
+
+
+def test_layers_with_hooks_within_and_models_that_are_to_stay_plain_are_left(operators):
+    model, seen = lively("llama"), []
+    expected = drawn(model)
+    operators()
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    found = drawn(model)
+    same(found, expected)
+    assert (len(seen), found[2]["place_heads"]) == (4, 3)
+    hook.remove()
+    keep_plain(model)
+    assert "place_heads" not in drawn(share_parameters(model))[2]

@@ -1,0 +1,89 @@
+"""Whole decodes whose attention reads each row's own columns, by the kernels of a GPU."""
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from dschat_lora.generation import kv_cache
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
+from dschat_lora.kernels import support
+from generation.test_generate import adapted, sliding
+from helpers.spread import ALL
+from helpers.tape import Tape
+from helpers.tiny import SHAPE
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], list(range(3, 20))]
+
+
+def windowed():
+    """Qwen2 whose second layer has a window."""
+    kinds = ["full_attention", "sliding_attention"]
+    options = {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(Qwen2Config(initializer_range=0.3, **options, **SHAPE)).eval()
+
+
+MODELS = {
+    "llama": lambda: adapted("llama"),
+    "opt": lambda: adapted("opt"),
+    "qwen2": windowed,
+    "mistral": lambda: sliding("mistral", "sdpa"),
+    "gemma3": lambda: sliding("gemma3", "sdpa"),
+}
+
+
+def drawn(model, copies, *, prompts=PROMPTS, new_tokens=14, **options):
+    """Texts and log-probabilities; with ``calls`` by the operators, whose columns are noted."""
+    decoder = Decoder(model, eos_ids=range(3, 9), pad_id=0, device=CPU, **options)
+    seeds = [[10 * n + copy for copy in range(copies)] for n in range(len(prompts))]
+    found = decoder(prompts, Sampling(new_tokens), seeds=seeds, keep_logprobs=True)
+    return found.tokens(), found.logprobs()
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    """From here on steps run by the operators, whose columns are noted."""
+    noted, attend = [], kv_cache.attend_own_columns
+
+    def attend_noted(query, key, value, columns, *, scale):
+        noted.append(columns)
+        return attend(query, key, value, columns, scale=scale)
+
+    def start(*, interpreted=False):
+        if interpreted:
+            pytest.importorskip("triton")
+            monkeypatch.setattr(support, "ON_CPU", True)
+        monkeypatch.setattr(support, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(kv_cache, "attend_own_columns", attend_noted)
+        return noted
+
+    return start
+
+
+def same(plain, found):
+    assert found[0] == plain[0]
+    for ours, expected in zip(found[1], plain[1], strict=True):
+        assert ours == pytest.approx(expected, abs=1e-4)  # of logits of about 10
+
+
+@pytest.mark.parametrize("record", [None, Tape])
+@pytest.mark.parametrize("copies", [1, 3, 12] if ALL else [3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_texts_and_logprobs_are_those_of_masked_attention(kind, copies, record, columns):
+    model = MODELS[kind]()
+    plain, noted = drawn(model, copies), columns()
+    # Recorded steps have rows without sequences.
+    same(plain, drawn(model, copies, record=record))
+    assert len({*map(len, plain[0])}) > 1, "they end one by one, and others take their rows"
+    assert {each.tiles is None for each in noted} == {copies == 1}
+
+
+@pytest.mark.parametrize("kind", MODELS if ALL else ["qwen2"])
+def test_kernels_say_the_same(kind, columns):
+    model, options = MODELS[kind](), {"prompts": PROMPTS[:2], "new_tokens": 14 if ALL else 7}
+    plain, noted = drawn(model, 3, **options), columns(interpreted=True)
+    same(plain, drawn(model, 3, **options))
+    assert noted

@@ -1,0 +1,85 @@
+"""Compiles launches of kernels for NVIDIA's GPUs, of which none is needed.
+
+``python tests/kernels/compiling.py`` calls the operators of :data:`CALLS` with tensors of a CPU.
+Each launch is compiled by Triton and its assembler as on a GPU, and does not run. One line says of
+each kernel for how many kinds of arguments it was compiled.
+"""
+
+import itertools
+import os
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from dschat_lora.kernels import support
+
+RANKS, ROWS = (0, 16, 128), (8, 64)
+
+
+def low_rank(dtype):
+    from dschat_lora.kernels.low_rank import add_low_rank, low_rank_residual, low_rank_swiglu
+
+    for rank, rows in itertools.product(RANKS, ROWS):
+        up, products = torch.zeros(192, rank, dtype=dtype), torch.zeros(rows, 768, dtype=dtype)
+        if rank:
+            add_low_rank(products, up, [128, 32, 32], 0.5, False)
+            add_low_rank(products, up, [192], 0.5, True)
+        factors = up if rank else None
+        low_rank_residual(products, factors, 0.5, torch.zeros(rows, 192, dtype=dtype))
+        low_rank_swiglu(products, factors, 0.5, 96)
+
+
+def heads(dtype):
+    from dschat_lora.kernels.heads import place_heads
+
+    for rank, rows, fancy in itertools.product(RANKS, ROWS, (False, True)):
+        products = torch.zeros(rows, 4 * 64 + 3 * rank, dtype=dtype)
+        parts = [x.unflatten(1, (-1, 64)) for x in products[:, :256].split([128, 64, 64], 1)]
+        up = torch.zeros(256, rank, dtype=dtype) if rank else None
+        angles = [torch.zeros(rows, 64, dtype=dtype) if fancy else None] * 2
+        norms = [torch.zeros(64, dtype=dtype) if fancy else None] * 2
+        stores = torch.zeros(2, rows, 1, 128, 64, dtype=dtype)
+        where = torch.zeros(1, dtype=torch.int64).expand(rows)
+        inner = products[:, 256:] if rank else None
+        place_heads(*parts, inner, up, 0.5, *angles, *norms, 1e-5, *stores, where)
+
+
+# What calls operators with tensors of a type.
+CALLS = [low_rank, heads]
+
+
+def compile_all(capability, names):
+    """Launches by kernel, each compiled for cards of a compute capability."""
+    support.ON_CPU, counts, plain = True, Counter(), JITFunction.run
+    target = GPUTarget("cuda", capability, 32)
+    card = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+    )
+    triton.runtime.driver.set_active(card)
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = plain(self, *args, grid=grid, warmup=True, **options)
+        assert len(kernel.asm["cubin"]) > 0
+        counts[self.fn.__name__] += 1
+
+    JITFunction.run = compile_only
+    for call in CALLS:
+        if not names or call.__name__ in names:
+            for dtype in (torch.bfloat16, torch.float32):
+                call(dtype)
+    return counts
+
+
+if __name__ == "__main__":
+    capability, *names = sys.argv[1:]
+    for name, count in compile_all(int(capability), names).items():
+        print(name, count)  # noqa: T201
