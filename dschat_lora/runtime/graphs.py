@@ -24,8 +24,8 @@ _GROUPED = ((9, 0), (10, 0))
 def takes_graphs(trained: TrainedModel, load: LoadConfig, *, peak: float | None) -> bool:
     """Whether ``--training_graphs`` has full micro-batches of a model replayed, memory aside.
 
-    Left to ``auto``, that is where launching the kernels takes longer than their work on a card of
-    ``peak`` dense TFLOP/s (None: not known, so neither is that).
+    Left to ``auto``, that is where it takes less time by estimate on a card of ``peak`` dense
+    TFLOP/s (None: not known, so neither is that).
     """
     if load.training_graphs == "off" or obstacle(trained, load) is not None:
         return False
@@ -33,8 +33,11 @@ def takes_graphs(trained: TrainedModel, load: LoadConfig, *, peak: float | None)
         return True
     with suppress(ValueError):  # an architecture that is not understood
         if peak is not None:
-            seconds = trained.seconds(peak, fused=load.fused_kernels != "off")
-            return seconds.launching > seconds.work
+            fused = load.fused_kernels != "off"
+            eager, replayed = (
+                trained.seconds(peak, fused=fused, graphs=graphs).total for graphs in (False, True)
+            )
+            return replayed < eager
     return False
 
 

@@ -101,15 +101,17 @@ def fastest(
 
 
 def with_graphs(
-    trained: Iterable[TrainedModel], load: LoadConfig, *, peak: float, left: float
+    trained: Iterable[TrainedModel], load: LoadConfig, *, peak: float, left: Callable[[], float]
 ) -> list[TrainedModel]:
     """The models whose passes run as CUDA graphs: asked for, or faster and in ``left`` bytes."""
-    found = []
-    for each in trained:
-        if takes_graphs(each, load, peak=peak):
-            left -= each.estimated().activations
-            if load.training_graphs == "on" or left >= 0:
-                found.append(each)
+    taken = [each for each in trained if takes_graphs(each, load, peak=peak)]
+    if load.training_graphs == "on" or not taken:
+        return taken
+    found, free = [], left()
+    for each in taken:
+        free -= each.estimated().activations
+        if free >= 0:
+            found.append(each)
     return found
 
 
@@ -129,8 +131,12 @@ class StepCosts(Generic[ConfigT]):
             return None
         trained = self.trained(config)
         times, total = config.batch.gradient_accumulation_steps, 0.0
-        left = self.budget - (self.need(config) or 0)
-        recorded = with_graphs(trained, self.load, peak=self.peak, left=left)
+        recorded = with_graphs(
+            trained,
+            self.load,
+            peak=self.peak,
+            left=lambda: self.budget - (self.need(config) or 0),
+        )
         for each in trained:
             count = times
             if each.tokens and "tokens_per_device" not in config.fixed:  # it divides a step of rows

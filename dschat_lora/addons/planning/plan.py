@@ -121,9 +121,8 @@ class StepTime:
         """Passes that a run replays on a card."""
         if (peak := peak_of(card)) is None:
             return []
-        left = card.usable_bytes - self.training_bytes
-        models = [each.trained for each in self.passes]
-        taken = with_graphs(models, self.load, peak=peak, left=left)
+        models, left = [each.trained for each in self.passes], card.usable_bytes
+        taken = with_graphs(models, self.load, peak=peak, left=lambda: left - self.training_bytes)
         return [each for each in self.passes if each.trained in taken]
 
     def on(self, card: Card, *, fused: bool | None = None, graphs: bool = True) -> "Seconds | None":
