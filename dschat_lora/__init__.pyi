@@ -248,7 +248,7 @@ def sft(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
@@ -474,7 +474,7 @@ def reward(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
@@ -714,7 +714,7 @@ def dpo(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
@@ -1116,7 +1116,7 @@ def rlhf(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
@@ -1538,7 +1538,7 @@ def distill(
         context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
         distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
         attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
+        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
         compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
         training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
         release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)

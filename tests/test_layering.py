@@ -61,7 +61,7 @@ FLOORS = [
             "deepspeed psutil torch",
             "children ds_config failure_detection rendezvous",
         ),
-        "lora": Room("config", "bitsandbytes regex torch", "names"),
+        "lora": Room("config kernels", "bitsandbytes regex torch", "names"),
     },
     {
         "checkpoint": Room(
@@ -73,7 +73,7 @@ FLOORS = [
     },
     {
         "models": Room(
-            "algos checkpoint config data engine lora",
+            "algos checkpoint config data engine kernels lora",
             "safetensors torch transformers",
             "option_checks source",
         ),

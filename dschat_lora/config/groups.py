@@ -155,8 +155,8 @@ class LoadConfig:
     )
     fused_kernels: Literal["auto", "on", "off"] = option(
         "auto",
-        help="compute RMSNorm and rotary embeddings by fewer kernels, where the architecture's are "
-        "found equal to them; auto: on a GPU",
+        help="compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the "
+        "architecture's are found equal to them; auto: on a GPU",
         section=PROCESSES,
     )
     compile: bool = option(

@@ -43,7 +43,7 @@ class LoraExperts(nn.Module):
         scaling: factor of the update. enabled: False gives the base.
         num_experts, in_features, out_features: E, and those of one expert.
         casts: copies of both factors to compute with, see
-            :class:`~dschat_lora.lora.layers.FactorCasts`.
+            :class:`~dschat_lora.lora.casts.FactorCasts`.
     """
 
     takes_casts = True

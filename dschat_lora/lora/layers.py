@@ -11,13 +11,17 @@ factors. :func:`lora_linear` makes one, and keeps what the factors' gradients ne
 shared with every other layer that reads it, and ``x A^T``, which is r wide.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
+
+if TYPE_CHECKING:
+    from dschat_lora.lora.shared_input import SharedInput
 
 # Since torch 2.8, on CUDA.
 _MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
@@ -36,12 +40,15 @@ class LoraLinear(nn.Module):
         scaling: factor of the update. enabled: False gives the base.
         transposed: the weight is stored (in, out), as in GPT-2.
         in_features, out_features: of the whole layer, however it is divided.
-        casts: copies of both factors to compute with, see :class:`FactorCasts`.
+        casts: copies of both factors to compute with, see
+            :class:`~dschat_lora.lora.casts.FactorCasts`.
+        shared: what computes the layer together with others of its input, while casts are in use.
         base_class: of the base.
     """
 
     takes_casts = True
     casts: tuple[Tensor, Tensor] | None = None
+    shared: "SharedInput | None" = None
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
     weight: nn.Parameter
@@ -59,13 +66,18 @@ class LoraLinear(nn.Module):
         self.lora_B = zeros(self.out_features, r, device=self.weight.device)
         self.train(base.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out), in the dtype of ``x``."""
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """(..., in) -> (..., out), in the dtype of ``x``; given ``gate``, of ``silu(gate) * x``."""
         if not self.enabled:
+            x = x if gate is None else gated(x, gate)
             if (state := state_of(self.weight)) is not None:
                 output: Tensor = state.linear(x, self.weight, self.bias)
                 return output
             return (conv1d if self.transposed else F.linear)(x, self.weight, self.bias)
+        if self.shared is not None and gate is None:
+            together = self.shared.read(self, x)
+            if together is not None:
+                return together
         scaling, keep = self.scaling, None
         if self.training and self.dropout:
             scaling, keep = adapter_dropout(x, scaling, self.dropout)
@@ -78,6 +90,7 @@ class LoraLinear(nn.Module):
             keep,
             transposed=self.transposed,
             casts=self.casts,
+            gate=gate,
         )
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -108,6 +121,7 @@ def lora_linear(
     *,
     transposed: bool = False,
     casts: tuple[Tensor, Tensor] | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """``x W^T + b + scaling * ((x * keep) A^T) B^T`` for a frozen W.
 
@@ -125,6 +139,8 @@ def lora_linear(
         keep: (..., in) bool, True where dropout keeps the input of the adapter; None: everywhere.
         transposed: ``weight`` is (in, out), as in GPT-2's layers.
         casts: ``lora_A`` and ``lora_B`` in the type of the computation; cast here if absent.
+        gate: (..., in), in the type of ``x``. Given one, the layer reads ``silu(gate) * x``, which
+            the backward pass forms again, so that it is not kept.
 
     Returns:
         (..., out).
@@ -132,6 +148,7 @@ def lora_linear(
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         values = values_of(weight, x.dtype)
         matrix = values.t() if transposed else values
+        x = x if gate is None else F.silu(gate) * x
         return lora_linear_reference(x, matrix, bias, lora_A, lora_B, scaling, keep)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -147,7 +164,35 @@ def lora_linear(
         transposed,
         *(casts or (None, None)),
         state,
+        None if gate is None else gate.to(dtype),
     )
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """``silu(gate) * x`` in one kernel (arXiv:2002.05202, eq. 5), which keeps no more for later."""
+    output: Tensor = _SwiGLU.apply(gate, x)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, x)
+        return swiglu(_rows(gate), _rows(x)).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        gate, x = ctx.saved_tensors
+        if torch.is_grad_enabled():  # they are to be differentiated themselves
+            sigmoid = gate.sigmoid()
+            return grad * x * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+        return tuple(
+            y.view(x.shape) for y in swiglu_backward(_rows(grad), _rows(gate), _rows(x), None)
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def scaled_product(first: Tensor, second: Tensor, scaling: float) -> Tensor:
@@ -180,17 +225,18 @@ class _LoraLinear(torch.autograd.Function):
         down: Tensor | None,
         up: Tensor | None,
         state: Any,
+        gate: Tensor | None,
     ) -> Tensor:
         # The parameters themselves are kept: casts are made again, and shards gathered again.
         down, up = (lora_A if down is None else down), (lora_B if up is None else up)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = _rows(x) if gate is None else swiglu(_rows(gate), _rows(x))
         values = weight if state is None else state.values(weight.detach(), x.dtype)
         output = F.linear(rows, values.t() if transposed else values, bias)
         del values
         adapted = rows if keep is None else rows * keep.reshape(rows.shape)
         inner = scaled_product(adapted, down.to(x.dtype).t(), scaling)
         output.addmm_(inner, up.to(x.dtype).t())
-        ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, keep, inner)
+        ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, keep, inner, gate)
         ctx.scaling, ctx.transposed, ctx.state = scaling, transposed, state
         ctx.types = lora_A.dtype, lora_B.dtype
         # No view of what nothing else holds: some models write into it (Falcon, OLMo).
@@ -199,15 +245,16 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, lora_A, lora_B, down, up, keep, inner = ctx.saved_tensors  # noqa: N806
+        x, weight, lora_A, lora_B, down, up, keep, inner, gate = ctx.saved_tensors  # noqa: N806
         if torch.is_grad_enabled():  # they are to be differentiated themselves
-            return _graph_of_gradients(ctx, grad_output, x, weight, lora_A, lora_B, keep)
+            return _graph_of_gradients(ctx, grad_output, x, weight, lora_A, lora_B, keep, gate)
         wants_x, wants_weight, wants_bias, wants_a, wants_b = ctx.needs_input_grad[:5]
-        rows, grad = x.reshape(-1, x.shape[-1]), grad_output.reshape(-1, grad_output.shape[-1])
+        wants_x = wants_x or ctx.needs_input_grad[11]
+        rows, grad = _rows(x), _rows(grad_output)
         if keep is not None:
             keep = keep.reshape(rows.shape)
         grad_inner = scaled_product(grad, up.to(grad.dtype), ctx.scaling)
-        grad_x = grad_a = grad_b = None
+        grad_x = grad_gate = grad_a = grad_b = None
         if wants_x:
             # Unpacked again: kept, the values would take the room that four bits save.
             values = weight if ctx.state is None else ctx.state.values(weight, grad.dtype)
@@ -217,7 +264,12 @@ class _LoraLinear(torch.autograd.Function):
                 grad_x.addmm_(grad_inner, down.to(grad.dtype))
             else:
                 grad_x.add_((grad_inner @ down.to(grad.dtype)).mul_(keep))
-            grad_x = grad_x.view(x.shape)
+        if gate is not None and grad_x is not None:
+            # The product of both takes the place of its gradient.
+            rows, gated_rows = grad_x, (_rows(gate), rows)
+            grad_gate, grad_x = (y.view(x.shape) for y in swiglu_backward(rows, *gated_rows, rows))
+        elif gate is not None:
+            rows = swiglu(_rows(gate), rows)
         if wants_a:
             adapted = rows if keep is None else rows * keep
             grad_a = product_as(ctx.types[0], grad_inner.t(), adapted)
@@ -227,7 +279,8 @@ class _LoraLinear(torch.autograd.Function):
         grad_matrix = grad.t() @ rows if wants_weight else None
         if grad_matrix is not None and ctx.transposed:
             grad_matrix = grad_matrix.t()
-        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, *[None] * 6
+        grad_x = None if grad_x is None else grad_x.view(x.shape)
+        return grad_x, grad_matrix, grad_bias, grad_a, grad_b, *[None] * 6, grad_gate
 
 
 def _graph_of_gradients(
@@ -238,14 +291,16 @@ def _graph_of_gradients(
     lora_A: Tensor,  # noqa: N803
     lora_B: Tensor,  # noqa: N803
     keep: Tensor | None,
+    gate: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of :class:`_LoraLinear` by torch's own operations, which have derivatives."""
     values = weight if ctx.state is None else ctx.state.values(weight, x.dtype)
     matrix = values.t() if ctx.transposed else values
-    output = lora_linear_reference(x, matrix, None, lora_A, lora_B, ctx.scaling, keep)
-    inputs = {0: x, 1: weight, 3: lora_A, 4: lora_B}
+    read = x if gate is None else F.silu(gate) * x
+    output = lora_linear_reference(read, matrix, None, lora_A, lora_B, ctx.scaling, keep)
+    inputs = {0: x, 1: weight, 3: lora_A, 4: lora_B, 11: x if gate is None else gate}
     chosen = {i: each for i, each in inputs.items() if ctx.needs_input_grad[i]}
-    gradients: list[Tensor | None] = [None] * 11
+    gradients: list[Tensor | None] = [None] * 12
     if chosen:
         found = torch.autograd.grad(output, [*chosen.values()], grad_output, create_graph=True)
         for i, gradient in zip(chosen, found, strict=True):
@@ -284,45 +339,6 @@ def draw_keep(x: Tensor, dropout: float, features: int | None = None) -> Tensor:
     shape = (*x.shape[:-1], x.shape[-1] if features is None else features)
     # Not by bernoulli_(), of which inductor of torch 2.13 makes something else.
     return torch.rand(shape, device=x.device) >= dropout
-
-
-class FactorCasts:
-    """Copies of float32 factors in the type of the weights they adapt, where that is another.
-
-    Each product casts its factors otherwise: twice in a forward and twice in a backward pass of a
-    layer. Factors that ZeRO 3 shards are left out, as they are whole only while a layer uses them.
-    """
-
-    def __init__(self, *models: nn.Module) -> None:
-        modules: Iterator[Any] = (each for model in models for each in model.modules())
-        self._layers = [
-            layer
-            for layer in modules
-            if getattr(layer, "takes_casts", False)
-            and layer.lora_A.dtype != value_dtype(layer.weight)
-            and not hasattr(layer.lora_A, "ds_id")
-        ]
-        self._copies: list[Tensor] = []
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within, layers compute with the values that factors have at its beginning."""
-        factors = [factor for layer in self._layers for factor in (layer.lora_A, layer.lora_B)]
-        if not self._copies:
-            dtypes = (value_dtype(layer.weight) for layer in self._layers for _ in range(2))
-            pairs = zip(factors, dtypes, strict=True)
-            self._copies = [torch.empty_like(factor, dtype=dtype) for factor, dtype in pairs]
-            for copy in self._copies:  # a size that varies, to compiled blocks, is one of tokens
-                torch._dynamo.mark_static(copy)
-        if factors:
-            torch._foreach_copy_(self._copies, [factor.detach() for factor in factors])
-        try:
-            for number, layer in enumerate(self._layers):
-                layer.casts = (self._copies[2 * number], self._copies[2 * number + 1])
-            yield
-        finally:
-            for layer in self._layers:
-                layer.casts = None
 
 
 class LoraEmbedding(nn.Module):

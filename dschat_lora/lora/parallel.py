@@ -26,6 +26,7 @@ from dschat_lora.lora.layers import (
     LoraLinear,
     adapter_dropout,
     conv1d,
+    gated,
     lora_linear,
     zeros,
 )
@@ -320,8 +321,9 @@ class ParallelLoraLinear(LoraLinear):
         a, b = self.split.factors
         self.lora_A, self.lora_B = _part(self.lora_A, a), _part(self.lora_B, b)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """What the whole layer gives this rank, see :meth:`Split.around`."""
+        x = x if gate is None else gated(x, gate)
         bias: Tensor | None = self.bias
         if self.enabled and self.trained_bias is not None:
             bias = self.split.shared_bias(self.trained_bias).to(self.weight.dtype)

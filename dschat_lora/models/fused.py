@@ -1,7 +1,8 @@
-"""RMSNorm and rotary embeddings in few kernels, where transformers has many operations."""
+"""RMSNorm, SwiGLU and rotary embeddings in few kernels, where transformers has many."""
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dschat_lora.kernels.rotary import rotate, rotate_plain
+from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.lora.layers import LoraLinear, gated
+
 _AGREES = 1e-5  # relative error in fp32 that is rounding
+_GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # parts of an MLP
 _ROTARY = "apply_rotary_pos_emb"  # in the module of a model's attention
 _PLAIN = "plain_layers"  # attribute of a model and its copies
 
@@ -24,17 +30,18 @@ def keeps_plain(model: nn.Module) -> bool:
     return bool(getattr(model, _PLAIN, False))
 
 
-def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
-    """Compute norms and rotations of a model by fewer kernels on a GPU, in training and decoding.
+def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False, mlps: bool = True) -> list[str]:
+    """Compute norms, MLPs and rotations by fewer kernels on a GPU, in training and decoding.
 
-    A class of norms, and a function that rotates, is replaced if it gives the same on random
-    numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded once
-    where it was rounded two or three times. The function that rotates is that of all models of the
-    type in this process.
+    A class of norms or MLPs, and a function that rotates, is replaced if it gives the same on
+    random numbers; others, and what is on a CPU, compute as before. What is 16 bits wide is rounded
+    once where it was rounded two or three times. The function that rotates is that of all models
+    of the type in this process.
 
     Args:
         model: from transformers; changed in place, weights and their names are not.
         on_cpu: compute so on a CPU too, where it is hardly faster.
+        mlps: whether the GPU runs kernels in Triton, by which MLPs are computed.
 
     Returns:
         the names of what was replaced.
@@ -43,19 +50,21 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False) -> list[str]:
     homes = {sys.modules.get(type(each).__module__, sys) for each in model.modules()}
     for module in model.modules():
         kind = type(module)
-        if "RMSNorm" not in kind.__name__ or module._parameters.get("weight") is None:
-            continue  # some of Gemma's have no weight
+        # Some norms of Gemma's have no weight.
+        is_norm = "RMSNorm" in kind.__name__ and module._parameters.get("weight") is not None
+        if not is_norm and not (mlps and all(name in module._modules for name in _GATED)):
+            continue
         if kind not in classes:
-            classes[kind] = _fused_norm(module, on_cpu)
+            classes[kind] = (_fused_norm if is_norm else _fused_mlp)(module, on_cpu)
         if (fused := classes[kind]) is not None:
             module.__class__ = fused
     found = [kind.__name__ for kind, fused in classes.items() if fused is not None]
     for home in homes:
-        rotate = vars(home).get(_ROTARY)
-        if rotate is not None and isinstance(rotate, _Rotate):
-            rotate.on_cpu |= on_cpu
-        elif rotate is not None and _is_rotation(rotate):
-            vars(home)[_ROTARY] = _Rotate(rotate, on_cpu)
+        function = vars(home).get(_ROTARY)
+        if function is not None and isinstance(function, _Rotate):
+            function.on_cpu |= on_cpu
+        elif function is not None and _is_rotation(function):
+            vars(home)[_ROTARY] = _Rotate(function, on_cpu)
         else:
             continue
         found.append(f"{home.__name__}.{_ROTARY}")
@@ -88,7 +97,46 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
             return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return _replacing(kind, forward, keeps_least=not offsets[0])
+
+
+def _fused_mlp(mlp: Any, on_cpu: bool) -> type[nn.Module] | None:
+    """A class that computes ``down(silu(gate(x)) * up(x))`` as ``mlp`` does, which keeps less."""
+    kind = type(mlp)
+    x, gate, up, down = _numbers(4, 6, 6)
+    parts = {n: partial(F.linear, weight=w) for n, w in zip(_GATED, (gate, up, down), strict=False)}
+    probe: Any = nn.Module.__new__(kind)
+    vars(probe).update(vars(mlp), _modules=mlp._modules | parts)
+    try:
+        expected = kind.forward(probe, x)
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # one that takes more than a tensor
+    if not _agree((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, expected):
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if traced or not (runs_kernels(x.device) or (on_cpu and not x.is_cuda)):
+            output: Tensor = kind.forward(self, x)
+            return output
+        gate, x, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+        if torch.is_grad_enabled() and type(down) is LoraLinear and "forward" not in vars(down):
+            return down(x, gate)
+        return down(gated(x, gate))
+
+    return _replacing(kind, forward, keeps_least=True)
+
+
+def _replacing(
+    kind: type[nn.Module], forward: Callable[..., Any], *, keeps_least: bool
+) -> type[nn.Module]:
+    """``kind`` with another forward pass.
+
+    One that ``keeps_least`` keeps its own inputs for the backward pass: of a norm in their type, of
+    an MLP outputs of gate and up, see :func:`dschat_lora.perf.memory.activation_bytes`.
+    """
+    own = {"forward": forward, "__module__": kind.__module__, "keeps_least": keeps_least}
+    return type(kind.__name__, (kind,), own)
 
 
 class _Rotate:
@@ -103,67 +151,47 @@ class _Rotate:
         alike = q.dtype == k.dtype == cos.dtype == sin.dtype
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]
         dim = rest[0] if rest else options.get("unsqueeze_dim", 1)
-        known = len(rest) <= 1 and not options.keys() - {"unsqueeze_dim"} and isinstance(dim, int)
+        known = len(rest) <= 1 and not options.keys() - {"unsqueeze_dim"} and dim in (1, 2)
         fits = alike and whole and known and cos.dim() == 3 and (q.is_cuda or self.on_cpu)
         if not fits or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self.plain(q, k, cos, sin, *rest, **options)
-        cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+        if dim == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            rotate: Any = _Rotation.apply
-            return rotate(q, cos, sin), rotate(k, cos, sin)
-        both = _adjacent(q, k) if dim == 1 else None
-        if both is None:
-            return _rotated(q, cos, sin), _rotated(k, cos, sin)
-        queries, keys = torch.split(_rotated(both, cos, sin), [q.shape[1], k.shape[1]], dim=1)
-        return queries, keys
+            q, k = _Rotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+        else:
+            q, k = _turn(q, k, cos, sin, False)
+        return (q, k) if dim == 1 else (q.transpose(1, 2), k.transpose(1, 2))
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _turn(q, k, cos, sin, False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(grads[0], *ctx.saved_tensors, transposed=True), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k), (cos, sin) = grads, ctx.saved_tensors
+        return *_turn(q, k, cos, sin, True), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False) -> Tensor:
-    """``x cos + (-x2, x1) sin``, of the halves x1 and x2 of the last dimension; or its transpose.
-
-    That is what a gradient takes: the other way round, each half by the sines of the other.
-    """
-    (x1, x2), (first, second) = x.chunk(2, -1), sin.chunk(2, -1)
-    output = x * cos
-    y1, y2 = output.chunk(2, -1)
-    to_first, to_second = (second, first) if transposed else (first, second)
-    y1.addcmul_(x2, to_first, value=1 if transposed else -1)
-    y2.addcmul_(x1, to_second, value=-1 if transposed else 1)
-    return output
+def _turn(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    by_plain = q.is_cuda and not runs_kernels(q.device)
+    outputs: tuple[Tensor, Tensor]
+    outputs = (rotate_plain if by_plain else rotate)(q, k, cos, sin, transposed)
+    return outputs
 
 
-def _adjacent(q: Tensor, k: Tensor) -> Tensor | None:
-    """(B, heads + key heads, T, D) view of both where they are parts of one product, else None."""
-    rows, heads, tokens, size = q.shape
-    row, _, token, _ = q.stride()
-    for x in (q, k):  # as they lie, but for dimensions of one entry
-        places = zip(x.shape, x.stride(), (row, size, token, 1), strict=True)
-        if any(count > 1 and step != expected for count, step, expected in places):
-            return None
-    beside = k.storage_offset() - q.storage_offset() == heads * size
-    if not beside or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
-        return None
-    return q.as_strided((rows, heads + k.shape[1], tokens, size), (row, size, token, 1))
-
-
-def _is_rotation(rotate: Callable[..., Any]) -> bool:
+def _is_rotation(function: Callable[..., Any]) -> bool:
     q, k = _numbers(2, 3, 5, 8), _numbers(2, 1, 5, 8)
     cos, sin = _numbers(2, 2, 5, 8)
     try:
-        expected = rotate(q, k, cos, sin)
-        pairs = zip((q, k), expected, strict=True)
-        return all(_agree(_rotated(x, cos[:, None], sin[:, None]), y) for x, y in pairs)
+        expected = function(q, k, cos, sin)
+        pairs = zip(rotate_plain(q, k, cos, sin, False), expected, strict=True)
+        return all(_agree(*pair) for pair in pairs)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False  # one with other arguments
 

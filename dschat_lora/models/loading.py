@@ -28,6 +28,8 @@ from dschat_lora.checkpoint.quantization import base_file, located
 from dschat_lora.config.groups import LoadConfig, ModelConfig, parse_rope_scaling
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
+from dschat_lora.engine.distributed import planned_varlen
+from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
@@ -199,10 +201,12 @@ def load_causal_lm(
 
 def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """The model by few kernels, whose ``base_model`` is what lies below its head."""
-    if config.fused_kernels == "on" or (
-        config.fused_kernels == "auto" and torch.cuda.is_available()
-    ):
-        fuse_kernels(model, on_cpu=config.fused_kernels == "on")
+    planned = planned_varlen()  # where a GPU is planned, whether kernels in Triton run on it
+    on_gpu = torch.cuda.is_available() if planned is None else True
+    if config.fused_kernels == "on" or (config.fused_kernels == "auto" and on_gpu):
+        on_cpu = config.fused_kernels == "on"
+        mlps = planned or on_cpu or (on_gpu and runs_kernels(torch.device("cuda")))
+        fuse_kernels(model, on_cpu=on_cpu, mlps=mlps)
     elif config.fused_kernels == "off":
         keep_plain(model)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):

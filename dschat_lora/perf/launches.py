@@ -23,9 +23,8 @@ REPLAY_SECONDS = 4e-6
 _OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; and sampling
 # Forward, forward and backward, and decoding: of an RMSNorm by one kernel, of a LayerNorm, of an
 # RMSNorm by parts; of attention, activation and residuals, without rotation, with it, by parts.
-_NORM, _LAYER_NORM, _NORM_BY_PARTS = (1, 3, 1), (1, 2, 1), (8, 22, 8)
-_REST, _REST_ROTATED, _REST_BY_PARTS = (6, 14, 6), (10, 34, 10), (14, 48, 17)
-_APART = 3  # of decoding, where norms make queries and keys two tensors, each to be rotated
+_NORM, _LAYER_NORM, _NORM_BY_PARTS = (1, 2, 1), (1, 2, 1), (8, 22, 8)
+_REST, _REST_ROTATED, _REST_BY_PARTS = (6, 12, 6), (5, 12, 7), (14, 45, 17)
 # Of decoding a layer of Llama's or OPT's form: two norms, attention, and four products with what
 # follows each: heads, a residual, the activation, a residual.
 _DECODING = 2 + 1 + 4 * 2
@@ -82,18 +81,13 @@ def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = F
     totals, updates = [0, 0, 0], 0
     blocks = text_blocks(model).values()
     for block, shape in zip(blocks, describe(model).blocks, strict=True):
-        norms = {name: type(each).__name__ for name, each in block.named_modules()}
-        norms = {name: kind for name, kind in norms.items() if "Norm" in kind}
-        parts = [rms if "RMS" in kind else _LAYER_NORM for kind in norms.values()]
-        totals, before = (
-            [sum(column) for column in zip(totals, rest, *parts, _linears(shape), strict=True)],
-            totals[2],
-        )
-        updates += _TRAINED * sum(x.trained and not x.adapter_trained for x in shape.linears)
-        apart = rest is _REST_ROTATED and any(name.endswith("q_norm") for name in norms)
-        totals[2] += _APART * apart
+        kinds = [type(each).__name__ for each in block.modules()]
+        parts = [rms if "RMS" in kind else _LAYER_NORM for kind in kinds if "Norm" in kind]
+        forward, training, decoding = map(sum, zip(rest, *parts, _linears(shape), strict=True))
         if fused and {*block._modules} in _FORMS:
-            totals[2] = before + _DECODING
+            decoding = _DECODING
+        totals = [totals[0] + forward, totals[1] + training, totals[2] + decoding]
+        updates += _TRAINED * sum(x.trained and not x.adapter_trained for x in shape.linears)
     forward, training, decoding = totals
     training += forward * recomputes
     return Launches(
@@ -106,9 +100,11 @@ def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = F
 
 def _linears(shape: BlockShape) -> tuple[int, int, int]:
     packed = shape.attention[:-1], shape.attention[-1:], shape.mlp[:-1], shape.mlp[-1:]
+    # Of layers of one input A is one product, its gradient too, and what it adds to that of x.
+    shared = [len(each) - 1 for each in packed if each and all(x.adapter_trained for x in each)]
     return (
-        sum(3 if linear.rank else 1 for linear in shape.linears),
-        sum(map(_training, shape.linears)),
+        sum(3 if linear.rank else 1 for linear in shape.linears) - sum(shared),
+        sum(map(_training, shape.linears)) - 3 * sum(shared),
         sum(1 + any(linear.rank for linear in each) for each in packed if each),
     )
 

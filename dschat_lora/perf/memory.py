@@ -200,15 +200,16 @@ def activation_bytes(
     config = text_config(model)
     group = group_of(model)
     ranks = 1 if group is None else group.size
-    # LayerNorm is one kernel. RMSNorm is written out: it keeps a copy of its input in fp32, and its
-    # result before the weight if that trains.
+    # LayerNorm is one kernel, as is a fused RMSNorm. One that is written out keeps a copy of its
+    # input in fp32, and its result before the weight if that trains.
     rms = [m for m in text_tower(model)[1].modules() if "RMSNorm" in type(m).__name__]
     per_feature = width
-    if rms:
+    if rms and not getattr(rms[0], "keeps_least", False):
         per_feature = 4 + (width if any(p.requires_grad for p in rms[0].parameters()) else 0)
     stream = _stream_width(model, shape)
     activation = _activation(config)
-    kept = _KeptBytes(shape, width, length, per_feature, stream * per_feature, activation, ranks)
+    norm, fused = stream * per_feature, _has_fused_mlps(model)
+    kept = _KeptBytes(shape, width, length, per_feature, norm, activation, ranks, fused)
     inside = [
         round(kept.by_attention(block) + kept.by_layers(block.mlp)) + block.norm_width * per_feature
         for block in shape.blocks
@@ -229,6 +230,11 @@ def offloaded_bytes(model: nn.Module, *, positions: int, compute_dtype: torch.dt
     shape = describe(model)
     each = positions * _stream_width(model, shape) * compute_dtype.itemsize
     return len(shape.blocks) * (1 << max(0, each - 1).bit_length())
+
+
+def _has_fused_mlps(model: nn.Module) -> bool:
+    modules = text_tower(model)[1].modules()
+    return any(getattr(m, "keeps_least", False) for m in modules if hasattr(m, "gate_proj"))
 
 
 def _activation(config: Any) -> str:
@@ -253,6 +259,7 @@ class _KeptBytes:
     norm: int  # of the residual stream
     activation: str
     ranks: int
+    fused_mlps: bool  # of which the last layer forms its input again
 
     def by_attention(self, block: BlockShape) -> float:
         if not block.attention_width:  # none, or with a state, which its kernel makes again
@@ -305,6 +312,8 @@ class _KeptBytes:
         gated = len(readers) > 1 or made == 2 * down.in_features
         tensors = 3 if gated else _KEPT_BY_ACTIVATION.get(self.activation, 1)
         tensors += down.saves_input or self.activation == "relu"
+        if gated and self.fused_mlps and not down.routed:
+            tensors = 2 + (down.saves_input and not _forms_input(down, self.ranks))
         kept += uses * tensors * features * self.width
         return kept + uses * (down.rank * self.width if down.adapter_trained else 0)
 
@@ -315,21 +324,29 @@ class _KeptBytes:
         return (shared + ranks) * self.width
 
 
+def _forms_input(down: LinearShape, ranks: int) -> bool:
+    """Whether the last layer of a fused MLP forms its input again in the backward pass."""
+    return down.whole and not down.trained and ranks == 1
+
+
 def _backward_bytes(model: nn.Module, block: BlockShape, width: int) -> int:
     """Bytes per position that a block's backward pass takes at most beside what was kept.
 
     In its MLP: gradients of a gate's three tensors, or before and after another activation. What
     its last layer kept of its input is gone by then, unless that is what the activation kept.
     """
-    group, most = group_of(model), 0
+    group, most, fused = group_of(model), 0, _has_fused_mlps(model)
+    ranks = 1 if group is None else group.size
     stays = _activation(text_config(model)) == "relu"
     for *readers, down in chains_of(block.mlp):
         if not (readers and down.closes and down.input_needs_grad):
             continue
         gated = sum(x.out_features for x in readers) == 2 * down.in_features
-        tensors = 3 - down.saves_input if gated else 2 - (down.saves_input and not stays)
+        forms = fused and not down.routed and _forms_input(down, ranks)
+        goes = down.saves_input and not forms
+        tensors = 3 - goes if gated else 2 - (goes and not stays)
         most = max(most, round(down.uses * tensors * down.in_features))
-    return most * width // (1 if group is None else group.size)
+    return most * width // ranks
 
 
 def _loss_bytes(

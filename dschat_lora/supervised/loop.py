@@ -22,7 +22,7 @@ from dschat_lora.engine.distributed import (
     sum_with_requests,
 )
 from dschat_lora.engine.results import read_later, reads_late
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.perf.throughput import Flops, Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
 from dschat_lora.runtime.checkpointer import Checkpointer

@@ -27,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fakecuda import norms
+
 GIB = 2**30
 BLOCK = 512  # bytes; CUDA's allocator rounds up to it
 CARDS = {  # name, compute capability, memory in GB
@@ -729,6 +731,7 @@ def fake_cuda(card="h200", *, world_size=1, rank=0, memory=None):
         stand_in(
             torch.nn.functional, "scaled_dot_product_attention", attention_of(capability, watch)
         )
+        stand_in(torch.nn.functional, "rms_norm", norms.on_cuda(torch.nn.functional.rms_norm))
         flash = capability >= (8, 0)
         stand_in(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         stand_in(torch._TorchCompileInductorWrapper, "__call__", _traced)

@@ -137,6 +137,7 @@ def train(
         by_step = []
         for _ in range(steps):  # the first makes the optimizer's state
             watch.start()
+            resident = watch.live
             next(made)
             by_step.append([watch.launches, len(watch.graphs), watch.replays])
         count, longest = max((b.input_ids.shape for b in batches), key=lambda s: s.numel())
@@ -155,7 +156,12 @@ def train(
                 CUDA, length=longest, recomputes=recompute, sharded=zero_stage == 3
             ),
         )
-        more = {"estimate": vars(estimate), "estimated": estimate.total, "by_step": by_step}
+        more = {
+            "estimate": vars(estimate),
+            "estimated": estimate.total,
+            "by_step": by_step,
+            "resident": resident,
+        }
         return noted(watch) | more
 
 

@@ -1,9 +1,15 @@
 """Optimizer steps on a fake GPU: waits, types, operations, and memory against the estimate."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
+from benchmarks.common import shapes
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.lora.model import apply_lora
+from dschat_lora.perf.launches import count_launches
 from fakecuda.test_scaling import check_exchanges
 from helpers.spread import ALL
 
@@ -20,6 +26,14 @@ def waits_of(found):
 
 def train(fake_device, shape, **options):
     return fake_device.run("fakecuda.programs:train", shape=shape, **options)
+
+
+def random_shape(name, *, layers):
+    """The model with adapters, on the meta device."""
+    shape = replace(shapes.SHAPES[name], num_layers=layers)
+    model = shapes.meta_base(shape, dtype=torch.bfloat16)
+    apply_lora(model, LoraConfig(lora_dim=16), seed=0)
+    return model
 
 
 def check_estimate(found):
@@ -82,6 +96,27 @@ def test_a_run_waits_for_no_step_that_nothing_follows(fake_device, options, a_st
     assert {what: times / 2 for what, times in grown.items() if times} == a_step
     late = sum(more["late_reads"].values()) - sum(few["late_reads"].values())
     assert late == 2 * (2 - a_step.get("event", 0) - a_step.get("item", 0))
+
+
+# Numbers of a token: heads' and keys' features, and whether norms of both read them.
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("shape", "hidden", "queries", "keys", "ffn", "norms"),
+    [("llama-3-8b", 4096, 4096, 1024, 14336, 0), *[("qwen3-4b", 2560, 4096, 1024, 9728, 1)] * ALL],
+)
+def test_a_block_keeps_each_tensor_once_and_launches_few_kernels(
+    fake_device, shape, hidden, queries, keys, ffn, norms
+):
+    two, four = (train(fake_device, shape, layers=n, rows=4) for n in (2, 4))
+    kept = (four["peak"] - four["resident"] - two["peak"] + two["resident"]) / 2
+    # Factors in 16 bits, as long as a step takes.
+    kept -= 2 * 16 * (7 * hidden + 2 * queries + 2 * keys + 3 * ffn)
+    numbers = 4 * hidden + (2 + norms) * queries + (2 + norms) * keys + 2 * ffn + 7 * 16
+    sums = 4 * (32 + 2 + norms * (32 + 8))  # in fp32: attention's by head, norms' by row
+    assert kept / (4 * 512) == pytest.approx(2 * numbers + sums, rel=1e-3)
+    block = (four["launches"] - two["launches"]) / 2
+    rule = [count_launches(random_shape(shape, layers=n)).training for n in (1, 2)]
+    assert block == rule[1] - rule[0]
 
 
 # The table of docs/settings_and_memory.md, and what it says of eight GPUs.

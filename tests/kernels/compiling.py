@@ -51,8 +51,26 @@ def heads(dtype):
         place_heads(*parts, inner, up, 0.5, *angles, *norms, 1e-5, *stores, where)
 
 
+def swiglu(dtype):
+    from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
+
+    x = torch.zeros(3, 100, dtype=dtype)
+    swiglu(x, x)
+    for product in (None, x):
+        swiglu_backward(x, x, x, product)
+
+
+def rotary(dtype):
+    from dschat_lora.kernels.rotary import rotate
+
+    for size, transposed in itertools.product((64, 80, 128), (False, True)):
+        q, k = (torch.zeros(1, heads, 5, size, dtype=dtype) for heads in (12, 4))
+        table = torch.zeros(1, 5, size, dtype=dtype)
+        rotate(q, k, table, table, transposed)
+
+
 # What calls operators with tensors of a type.
-CALLS = [low_rank, heads]
+CALLS = [low_rank, heads, swiglu, rotary]
 
 
 def compile_all(capability, names):

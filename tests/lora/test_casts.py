@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.model import adapter_layers, apply_lora
 from helpers.tiny import tiny_model
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.rl.learn.engines import Retry
 from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns
 from dschat_lora.rl.learn.update import Updater

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer, make_experience
 from dschat_lora.rl.learn.experience import (
     AdvantagesAndReturns,

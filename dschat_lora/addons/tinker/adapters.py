@@ -25,7 +25,7 @@ from dschat_lora.data.batch import PaddedRows, batch_to_device
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device, rank, sum_over_ranks, sum_tensor_, world_size
 from dschat_lora.generation.generate import check_cache
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
 from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.blocks import recompute_blocks

@@ -59,7 +59,7 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.generation.sampling import Sampling
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import Tokenizer, end_ids, stop_at
 from dschat_lora.report.record import package_versions

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import StepOutcome, TrainEngine
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.causal_lm import Policy
 from dschat_lora.models.reward_model import RewardModel
