@@ -33,11 +33,8 @@ def takes_graphs(trained: TrainedModel, load: LoadConfig, *, peak: float | None)
         return True
     with suppress(ValueError):  # an architecture that is not understood
         if peak is not None:
-            fused = load.fused_kernels != "off"
-            eager, replayed = (
-                trained.seconds(peak, fused=fused, graphs=graphs).total for graphs in (False, True)
-            )
-            return replayed < eager
+            seconds = trained.seconds(peak, fused=load.fused_kernels != "off")
+            return seconds.recorded().total < seconds.total
     return False
 
 

@@ -119,7 +119,7 @@ class TrainedModel:
             self.model, positions=positions, compute_dtype=self.settings.torch_dtype
         )
 
-    def seconds(self, peak: float, *, fused: bool, graphs: bool = False) -> PassSeconds:
+    def seconds(self, peak: float, *, fused: bool) -> PassSeconds:
         """Time of a full micro-batch on a GPU; see :func:`pass_seconds`."""
         rows, length = self.grid(self.rows, self.length)
         return pass_seconds(
@@ -129,7 +129,6 @@ class TrainedModel:
             peak=peak,
             recomputes=self.recomputes,
             fused=fused,
-            graphs=graphs,
         )
 
     def grid(self, rows: int, length: int) -> tuple[int, int]:

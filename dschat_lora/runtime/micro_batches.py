@@ -141,8 +141,8 @@ class StepCosts(Generic[ConfigT]):
             count = times
             if each.tokens and "tokens_per_device" not in config.fixed:  # it divides a step of rows
                 count = -(-times * each.rows * each.length // each.tokens)
-            fused, graphs = self.load.fused_kernels != "off", each in recorded
-            total += count * each.seconds(self.peak, fused=fused, graphs=graphs).total
+            one = each.seconds(self.peak, fused=self.load.fused_kernels != "off")
+            total += count * (one.recorded() if each in recorded else one).total
         return total
 
     def fastest(self, config: ConfigT, undecided: Sequence[str], *, splits: bool) -> ConfigT:

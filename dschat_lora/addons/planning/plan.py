@@ -139,12 +139,13 @@ class StepTime:
         decoding = self.decode_bytes / (BANDWIDTH_SHARE * card.bandwidth) + kernels * REPLAY_SECONDS
         recorded = self.recorded_on(card) if graphs else []
         replayed = sum(each.kernels(fused=fused) for each in recorded)
-        return Seconds(
+        found = Seconds(
             work=self.flops / (EFFICIENCY * peak * 1e12),
-            launching=(self.launches[fused] - replayed) * LAUNCH_SECONDS,
-            replaying=replayed * REPLAY_SECONDS,
+            launching=self.launches[fused] * LAUNCH_SECONDS,
             decoding=decoding if graphs else max(decoding, kernels * EAGER_SECONDS),
+            blocks=replayed,
         )
+        return found.recorded()
 
 
 @dataclass(frozen=True)
