@@ -207,7 +207,7 @@ def in_turn(
 
     ``is_due`` says of so many steps whose results are not read whether the last of them is to be
     read at once. So is the one after a step with requests, which can only be fulfilled there.
-    Where no further step can be queued, those that were made come before the error.
+    Where none follows, or it fails, those that were made are read first.
     """
     queued = deque[Callable[[], TrainStep]]()
     try:
@@ -222,6 +222,8 @@ def in_turn(
         for read in queued:
             yield read(), False
         raise
+    for read in queued:
+        yield read(), True
 
 
 def _mean_loss(sums: Sequence[ValueT], counts: StepCounts, objective: Objective) -> ValueT:

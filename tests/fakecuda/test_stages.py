@@ -58,3 +58,31 @@ def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card, extra):
         # Of decoding; and the passes of two roles.
         assert found["graphs"] <= 6 + 4
         assert found["replays"] > 10 * found["graphs"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", STAGES if ALL else ["step3_rlhf"])
+def test_further_steps_bring_no_wait(fake_device, tmp_path, stage):
+    """Two steps and four of a supervised stage, a step and three of an iteration of step 3."""
+    data = tmp_path / "data.jsonl"
+    with open(BUNDLED_DATA["train"], encoding="utf-8") as file:
+        data.write_text("".join(islice(file, 160)), encoding="utf-8")
+    counts = [("--per_device_train_batch_size", "2", "--max_steps", n) for n in "24"]
+    if stage == "step3_rlhf":
+        small = ("--max_answer_seq_len", "8", "--per_device_generation_batch_size", "8")
+        small = (*small, "--per_device_training_batch_size", "8")
+        counts = [(*small, "--max_steps", n, "--ppo_epochs", n) for n in "13"]
+    found = []
+    for number, options in enumerate(counts):
+        home = ["--data_path", str(data), "--output_dir", str(tmp_path / str(number))]
+        found.append(
+            fake_device.run(
+                "fakecuda.programs:stage",
+                script=f"training/{stage}/main.py",
+                options=[*STAGES[stage], *home, *options],
+            )
+        )
+        assert found[-1]["error"] is None
+    few, more = found
+    assert sum(more["late_reads"].values()) > sum(few["late_reads"].values())
+    assert more["waits"] == few["waits"]

@@ -439,7 +439,7 @@ class SavesEvery(NoKeeper):
         return saves
 
 
-def fit_reading_late(path, *, lates, infinite, asked_at=0, fails_at=0):
+def fit_reading_late(path, *, lates, infinite, asked_at=0, fails_at=0, dtype="fp32"):
     """What :func:`fit` does where results are read a step late, as on a GPU, and where they aren't.
 
     Args:
@@ -448,12 +448,14 @@ def fit_reading_late(path, *, lates, infinite, asked_at=0, fails_at=0):
         infinite: [step, micro-batch, rank] of each loss that is.
         asked_at: step with a request to save, if any.
         fails_at: step that fails as it is queued, if any.
+        dtype: of computation.
     """
-    return [_fit_reading_late(path, late, infinite, asked_at, fails_at) for late in lates]
+    return [_fit_reading_late(path, late, infinite, asked_at, fails_at, dtype) for late in lates]
 
 
-def _fit_reading_late(path, late, infinite, asked_at, fails_at):
-    model, engine = build(path, LORA, engine_settings(micro=2, accumulation=2))
+def _fit_reading_late(path, late, infinite, asked_at, fails_at, dtype):
+    settings = engine_settings(micro=2, accumulation=2, dtype=dtype)
+    model, engine = build(path, LORA, settings)
     state, evaluated, queue_step = EngineState(engine, model), {}, engine.queue_step
     keeper = SavesEvery(state, interval=4, asked_at=asked_at)
     made = iter(range(1, 10**9))

@@ -9,7 +9,7 @@ from dschat_lora.supervised.loop import in_turn
 from helpers.spread import ALL
 
 
-def steps_read(count, *, due=(), asked_at=(), fails_at=None):
+def steps_read(count, *, due=(), asked_at=(), fails_at=None, end_is_known=True):
     """What happens in turn: a step is queued, or read; "last" where none is queued behind it."""
     events = []
 
@@ -30,7 +30,7 @@ def steps_read(count, *, due=(), asked_at=(), fails_at=None):
     done = 0
 
     def is_due(ahead):
-        return done + ahead in due or done + ahead == count
+        return done + ahead in due or (end_is_known and done + ahead == count)
 
     error = ""
     try:
@@ -44,8 +44,9 @@ def steps_read(count, *, due=(), asked_at=(), fails_at=None):
 
 
 def test_a_step_is_read_when_the_next_is_queued_and_the_last_at_once():
-    events, _ = steps_read(3)
-    assert events == "queue 1 queue 2 read 1 queue 3 read 2 read 3 last"
+    for known in (True, False):
+        events, _ = steps_read(3, end_is_known=known)
+        assert events == "queue 1 queue 2 read 1 queue 3 read 2 read 3 last"
 
 
 def test_a_step_after_which_something_is_due_is_read_before_another_is_queued():
@@ -96,6 +97,20 @@ def test_lines_evaluations_and_checkpoints_are_those_of_results_read_in_time(
     lines = results[0][1]["lines"]
     events = [line["step"] for line in lines if line["kind"] == "event"]
     assert events == [2, 4, 5]
+
+
+@pytest.mark.stage
+def test_a_loss_scale_falls_before_the_step_after_an_overflow(ranks, model_directory):
+    options = {"path": model_directory("opt"), "infinite": [[1, 0, 0], [4, 1, 0]], "dtype": "fp16"}
+    ((in_time, late),) = ranks(1).run(
+        "helpers.runs:fit_reading_late", lates=[False, True], **options
+    )
+    assert comparable(late["lines"]) == comparable(in_time["lines"])
+    assert_same(late["evaluated"], in_time["evaluated"])
+    steps = [line for line in late["lines"] if line["kind"] == "train"]
+    scales = [line["loss_scale"] for line in steps]
+    # The first overflow is forgiven.
+    assert scales == [scales[0]] * 5 + [scales[0] / 2] * 4
 
 
 @pytest.mark.stage
