@@ -205,8 +205,10 @@ def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     on_gpu = torch.cuda.is_available() if planned is None else True
     if config.fused_kernels == "on" or (config.fused_kernels == "auto" and on_gpu):
         on_cpu = config.fused_kernels == "on"
-        mlps = planned or on_cpu or (on_gpu and runs_kernels(torch.device("cuda")))
-        fuse_kernels(model, on_cpu=on_cpu, mlps=mlps)
+        mlps = planned
+        if mlps is None:
+            mlps = on_gpu and runs_kernels(torch.device("cuda"))
+        fuse_kernels(model, on_cpu=on_cpu, mlps=on_cpu or mlps)
     elif config.fused_kernels == "off":
         keep_plain(model)
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):

@@ -295,7 +295,7 @@ def test_time_is_work_or_launching_and_that_of_each_kernel_of_decoding():
     h100 = find_card("H100")
     assert time.on(card(10**9)) is None  # of which the peak is not known
     found, slow = time.on(h100), time.on(h100, fused=False)
-    times = {"work": 1.0, "launching": 0.72, "replaying": 0, "decoding": 2.0 + 1.0}
+    times = {"work": 1.0, "launching": 0.72, "replaying": 0, "blocks": 0, "decoding": 2.0 + 1.0}
     assert vars(found) == pytest.approx(times)
     assert (found.training, found.total) == pytest.approx((1.0, 4.0))
     assert vars(slow) == pytest.approx(times | {"launching": 1.44, "decoding": 2.0 + 4.0})
@@ -389,7 +389,7 @@ def test_a_step_that_waits_for_launches_is_said_to(capsys):
     eager = f"{line} --per_device_train_batch_size 1 --training_graphs off"
     _, text = run(capsys, eager)
     words = " ".join(text.split())
-    assert "launches launching kernels takes about 52 ms and their work 0 ms" in words
+    assert "launches launching kernels takes about 47 ms and their work 0 ms" in words  # 12 x 58 + 80 kernels
     assert "as fast as kernels are launched" in words
     _, text = run(capsys, f"{line} --per_device_train_batch_size 1024 --compile")
     assert "launching" not in text
@@ -441,13 +441,13 @@ def test_inputs_on_the_host_are_planned_as_on_a_gpu(tiny, home):
 
 
 def test_a_mask_is_planned_where_no_kernel_attends_to_sequences_one_by_one(tiny, home):
-    """A number of 16 bits for each of T x T pairs; 24.4 GiB and 11.5 for it are 35.9."""
+    """A number of 16 bits for each of T x T pairs; 18.5 GiB and 11.5 for it are 30.0."""
     length = 78_475
     options = {"lora_dim": 32, "base_bits": 4, "max_seq_len": length, "offload_activations": True}
     options |= {"gradient_checkpointing": True, "per_device_train_batch_size": 1}
     llama = {"model_name_or_path": "Llama-3.1-8B"}
     long = plan_stage("sft", llama | options, home / "llama", card=None).plan
-    assert long.memory.peak / 2**30 == pytest.approx(24.4, abs=0.1)
+    assert long.memory.peak / 2**30 == pytest.approx(18.5, abs=0.1)
     rewarded = {"actor_model_name_or_path": tiny, "reward_function": ("builtin:regex=a",)}
     ppo = plan_stage("rlhf", rewarded | {"per_device_training_batch_size": 3}, home, card=None).plan
     of_pair = plan_stage("dpo", {"model_name_or_path": tiny, "max_seq_len": 32}, home, card=None)
