@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 from dschat_lora.algos.segments import block_causal_mask, to_device
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps
 from dschat_lora.generation.kv_cache import KVCache
-from dschat_lora.generation.own_columns import OwnColumnTable
+from dschat_lora.generation.own_columns import Held, OwnColumnTable
 from dschat_lora.generation.sampling import Responses
-from dschat_lora.kernels import support
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.backbone import (
     WITHOUT_MASK,
@@ -68,9 +67,11 @@ class CachedRows:
         self._first: list[int] = []  # column that each sequence begins in
         self.sequences: list[int] = []
         self._filled = self._width = 0  # columns in use, and those of prompts
-        self._copies = 1
-        rows, columns = self._rounded(*capacity)
-        self._own = OwnColumnTable(rows, device) if support.runs_kernels(device) else None
+        self._copies, self._shares = 1, False  # see OwnColumnTable.tell
+        rows, columns = capacity
+        if buckets:
+            rows, columns = rows + -rows % ROW_BUCKETS[0], columns + -columns % COLUMN_BUCKET
+        self._own = OwnColumnTable(rows, device)
         # One step adds 1 to all: tokens chosen, the cache's column, and each row's position.
         self._counters = torch.zeros(2 + rows, dtype=torch.int64, device=device)
         self._chosen, self._positions = self._counters[:1], self._counters[2:, None]
@@ -151,20 +152,18 @@ class CachedRows:
         for kind, window in self._windows.items():
             last = masks[kind][:, :, -1:].repeat_interleave(copies, 0)
             self._masks[kind][:count, :, :, window or 0 :][..., : self._filled] = last
+        self._own.clear()
         self._tell_columns(self.sequences)
         place = self._sequence[:count], self._chosen
         self._ids[:count, 0] = responses.advance(logits, *place, self._group)
 
     def _tell_columns(self, living: Collection[int]) -> None:
-        """Have rows of sequences that have ended read nothing, and those of a prompt it once."""
-        if self._own is None:
-            return
-        rows = {row: each for row, each in enumerate(self.sequences) if each in living}
-        copies: dict[int, list[int]] = {}
-        for row, sequence in rows.items():
-            copies.setdefault(sequence // self._copies, []).append(row)
-        first = {row: self._first[sequence] for row, sequence in rows.items()}
-        self._own.tell(first, ((self._width, own) for own in copies.values()))
+        """Have rows of sequences that have ended read nothing, and those of one prompt it once."""
+        rows = ((row, each) for row, each in enumerate(self.sequences) if each in living)
+        first, copies, end = self._first, self._copies, self._width
+        self._shares = self._own.tell(
+            (row, Held(first[each], each // copies, end)) for row, each in rows
+        )
 
     def _read_by_length(
         self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], lengths: Tensor
@@ -211,7 +210,7 @@ class CachedRows:
         if self._steps is None:
             self.advance()
         else:
-            shape = (self._responses, rows, self._cache.columns, self._copies > 1)
+            shape = (self._responses, rows, self._cache.columns, self._shares)
             self._steps.run(shape, self.advance, self._ids.device)
 
     def advance(self) -> None:
@@ -230,9 +229,7 @@ class CachedRows:
             if window is not None:
                 mask.index_fill_(3, cache.column, torch.finfo(mask.dtype).min)
             masks[kind] = mask[:rows, :, :, before:][..., : cache.columns]
-            if self._own is not None:
-                last, shares = cache.column.expand(rows), self._copies > 1
-                vars(masks[kind])["columns"] = self._own.of(last, window=window, shares=shares)
+            self._own.mark(masks[kind], cache.column.expand(rows), window)
         inputs = self._ids[:rows], self._positions[:rows], masks, cache
         logits = next_logits(self._model, *inputs)[:, -1]
         place = self._sequence[:rows], self._chosen
@@ -278,7 +275,8 @@ class CachedRows:
             return rows, columns
         largest = ROW_BUCKETS[-1]
         fitting = (bucket for bucket in ROW_BUCKETS if bucket >= rows)
-        rows = next(fitting, -(-rows // largest) * largest)
+        bucket = next(fitting, -(-rows // largest) * largest)
+        rows = min(bucket, max(rows, self._cache.capacity[0]))
         return rows, -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
 
 

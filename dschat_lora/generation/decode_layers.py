@@ -22,6 +22,7 @@ from dschat_lora.kernels.heads import place_heads
 from dschat_lora.kernels.low_rank import low_rank_residual, low_rank_swiglu
 from dschat_lora.kernels.norms import rms_norm_rows
 from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.kernels.swiglu import swiglu
 from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.fused import keeps_plain
 
@@ -201,7 +202,7 @@ class LlamaLayer(DecodeLayer):
         gate, up = self.layer.mlp.gate_proj, self.layer.mlp.up_proj
         stack = self._stacks.get((gate, up))
         if stack is None:
-            return F.silu(gate(x)) * up(x)
+            return swiglu(gate(x), up(x))
         size, _ = stack.sizes
         return low_rank_swiglu(stack.products(x), stack.up, stack.scaling, size)
 

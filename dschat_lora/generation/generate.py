@@ -18,6 +18,7 @@ from dschat_lora.generation.kv_cache import TRIED, fast_attention, in_shards, ta
 from dschat_lora.generation.refill import draw_in_slots
 from dschat_lora.generation.sampling import Responses, Sampling, undrawn_reason
 from dschat_lora.generation.slots import SlotRows
+from dschat_lora.kernels import support
 from dschat_lora.lora.model import adapter_layers
 from dschat_lora.lora.parallel import group_of, whole_sequences
 from dschat_lora.models.causal_lm import fp32_logits
@@ -71,7 +72,7 @@ class Decoder:
         largest: (rows, columns) of the largest batch that will come, as far as it is known;
             columns count prompt and response.
         merged: decode with adapters added to copies of the weights, which takes fewer operations
-            and the memory of the copies; 16-bit weights are rounded anew.
+            and the memory of the copies; see :class:`FastLinears` for ``rounding`` in 16 bits.
         unpacked: whether 4-bit weights are unpacked once, see :class:`FastLinears`.
         retains: keep what a call has computed, for the ``prefixes`` of the next one.
         refill_share: share of the rows that have to be free before waiting prompts are read into
@@ -88,13 +89,15 @@ class Decoder:
         device: torch.device,
         largest: tuple[int, int] = (0, 0),
         merged: bool = False,
+        rounding: Callable[[], object] = lambda: 0,
         unpacked: bool | None = None,
         retains: bool = False,
         refill_share: float | None = None,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
-        self._device, self._largest, self._merged = device, largest, merged
+        self._device, self._largest = device, largest
+        self._merged, self._rounding = merged, rounding
         self._unpacked, self._group = unpacked, group_of(model)
         self._record, self._retains = record, retains
         by_default = GPU_REFILL if device.type == "cuda" else CPU_REFILL
@@ -204,7 +207,11 @@ class Decoder:
     ) -> None:
         if self._slots is None:
             self._slots = SlotRows(
-                self._model, pad_id=self._pad_id, retains=False, record=self._record
+                self._model,
+                pad_id=self._pad_id,
+                retains=False,
+                most_rows=self._largest[0],
+                record=self._record,
             )
         rows, most_rows = self._slots, self._largest[0] or len(prompts)
         rows.forget()  # those of a call that failed
@@ -256,7 +263,10 @@ class Decoder:
             if not in_shards(self._model):
                 if self._linears is None:
                     self._linears = FastLinears(
-                        self._model, merged=self._merged, unpacked=self._unpacked
+                        self._model,
+                        merged=self._merged,
+                        rounding=self._rounding,
+                        unpacked=self._unpacked,
                     )
                     if self._keeps:
                         self._weights = _weights_of(self._model)  # some may have been moved
@@ -342,7 +352,9 @@ def check_cache(model: PreTrainedModel) -> None:
     if model in TRIED or not takes_cache(model):
         return
     with whole_sequences(model):
-        error = _cache_error(model)
+        error, reason = _cache_error(model)
+        if error > _ROUNDING[model.dtype] and support.runs_kernels(model.device):
+            error = _error_without_kernels(model, reason)
     TRIED[model] = error <= _ROUNDING[model.dtype]
     if not TRIED[model]:
         warnings.warn(
@@ -352,9 +364,20 @@ def check_cache(model: PreTrainedModel) -> None:
         )
 
 
+def _error_without_kernels(model: PreTrainedModel, reason: str) -> float:
+    """The relative error where operators in Triton are not used, which stays so if it is small."""
+    support.OFF = True
+    error, _ = _cache_error(model)
+    if error > _ROUNDING[model.dtype]:
+        support.OFF = False
+    else:
+        warnings.warn(f"computing without kernels in Triton, more slowly: {reason}", stacklevel=3)
+    return error
+
+
 @torch.no_grad()
-def _cache_error(model: PreTrainedModel) -> float:
-    """Relative error of logits of given responses, two to each of two prompts."""
+def _cache_error(model: PreTrainedModel) -> tuple[float, str]:
+    """Relative error of logits of given responses, two to each of two prompts, and what it was."""
     vocabulary = model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
@@ -367,6 +390,9 @@ def _cache_error(model: PreTrainedModel) -> float:
     columns = max(_PROMPTS) + _STEPS
     capacity, group = (len(answers), columns), group_of(model)
     rows = CachedRows(model, capacity, pad_id=0, device=model.device, group=group)
+    # An architecture that takes no cache of ours, or a kernel that does not run.
+    failures: tuple[type[Exception], ...] = support.errors(model.device)
+    failures += (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
     try:
         with fast_attention(model):
             rows.start(prompts, forced, copies=_COPIES)  # type: ignore[arg-type]
@@ -374,8 +400,8 @@ def _cache_error(model: PreTrainedModel) -> float:
                 rows.step()
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return float("inf")  # an architecture that takes no cache of ours
+    except failures as e:
+        return float("inf"), f"{type(e).__name__}: {e}"
     found, expected = torch.stack(forced.logits, 1), []
     for number, answer in enumerate(answers):
         prompt = prompts[number // _COPIES]
@@ -384,9 +410,11 @@ def _cache_error(model: PreTrainedModel) -> float:
         expected.append(logits[0, len(prompt) - 1 :].float())
     whole = torch.stack(expected)
     if not torch.isfinite(whole).all():
-        return 0.0  # which is no fault of the cache, and told by who draws
+        return 0.0, ""  # which is no fault of the cache, and told by who draws
     error = (found - whole).norm() / whole.norm().clamp(min=1e-12)
-    return float(error) if torch.isfinite(error) else float("inf")
+    relative = float(error.nan_to_num(torch.inf))
+    name = type(model).__name__
+    return relative, f"with them, {name} computes other logits (relative error {relative:.1g})"
 
 
 class _Forced:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.algos.segments import to_device
+from dschat_lora.kernels.sampling import draw_tokens
+from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.collectives import TensorGroup
 
 NO_TOKEN = -1  # in the place of a token that cannot be drawn
@@ -77,6 +79,28 @@ def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor
         drawn = torch.searchsorted(sums, (uniform * total)[:, None])[:, 0]
         undrawn = total != total  # NaN where a logit is NaN or infinity, or all are -infinity
     return drawn.masked_fill(undrawn, NO_TOKEN)
+
+
+def sample_each(
+    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+) -> list[int]:
+    """The next token of each row, by options of its own; see :func:`sample_tokens`.
+
+    ``logits`` are (B, V); ``uniforms`` numbers in (0, 1], of which greedy rows take none.
+    """
+    rows: dict[Sampling, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        rows.setdefault(sampling, []).append(row)
+    chosen = [0] * len(samplings)
+    for sampling, own in rows.items():
+        uniform = torch.tensor([uniforms[row] for row in own], dtype=torch.float64)
+        part = logits
+        if len(own) < len(chosen):
+            part = logits[to_device(torch.tensor(own), logits.device)]
+        tokens = sample_tokens(part, to_device(uniform, logits.device), sampling).tolist()
+        for row, token in zip(own, tokens, strict=True):
+            chosen[row] = token
+    return chosen
 
 
 def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -175,20 +199,32 @@ class Responses:
         may round to different ones on a GPU. A sequence whose token cannot be drawn ends, with
         any token in its place; see :meth:`undrawn`.
         """
-        place = (sequences, number.expand_as(sequences))
-        chosen = sample_tokens(logits, self._uniforms[place], self._sampling)
-        if group is not None:
-            chosen = group.first(chosen)
-        self._tokens.index_put_(place, chosen)
-        chosen = chosen.clamp(min=0)
-        if self._logprobs is not None:
-            sampling = self._sampling
+        place, sampling = (sequences, number.expand_as(sequences)), self._sampling
+        by_kernels = group is None and sampling.do_sample and runs_kernels(logits.device)
+        if by_kernels:
+            chosen = self._draw(logits, *place)
+        else:
+            chosen = sample_tokens(logits, self._uniforms[place], sampling)
+            if group is not None:
+                chosen = group.first(chosen)
+            self._tokens.index_put_(place, chosen)
+            chosen = chosen.clamp(min=0)
+        keeps_both = self._drawn is not self._logprobs
+        if self._logprobs is not None and (keeps_both or not by_kernels):
             scaled = logits.float() / (sampling.policy_temperature or sampling.temperature)
             self._logprobs.index_put_(place, token_logprobs(scaled, chosen))
-            if self._drawn is not None and self._drawn is not self._logprobs:
-                kept = keep_top(logits.float() / sampling.temperature, sampling)
-                self._drawn.index_put_(place, token_logprobs(kept, chosen))
+        if self._drawn is not None and keeps_both and not by_kernels:
+            kept = keep_top(logits.float() / sampling.temperature, sampling)
+            self._drawn.index_put_(place, token_logprobs(kept, chosen))
         return chosen
+
+    def _draw(self, logits: Tensor, sequences: Tensor, numbers: Tensor) -> Tensor:
+        """The next token of each row, with its log-probability where that is kept, by kernels."""
+        temperature = self._sampling.temperature
+        if self._sampling.top_k or self._sampling.top_p < 1:
+            logits, temperature = keep_top(logits.float() / temperature, self._sampling), 1.0
+        tables = self._tokens, self._drawn
+        return draw_tokens(logits, temperature, self._uniforms, sequences, numbers, *tables)
 
     def finished(self, chosen: int) -> list[bool]:
         """Whether each sequence has ended, after ``chosen`` tokens; waits for the device."""
@@ -207,9 +243,9 @@ class Responses:
         found: list[list[int]] = self._tokens[own, at].tolist()
         return found
 
-    def last(self, sequences: Tensor, numbers: Tensor) -> Tensor:
-        """(B,) last tokens of (B,) sequences that have so many; any of one that has none."""
-        return self._tokens[sequences, (numbers - 1).clamp(min=0)].clamp(min=0)
+    def tokens_at(self, sequences: Tensor, number: Tensor) -> Tensor:
+        """(B,) tokens of (B,) sequences that have more than so many, as a model reads them."""
+        return self._tokens[sequences, number].clamp_(min=0)
 
     def length(self, tokens: Sequence[int]) -> int:
         """How many of the tokens belong to a sequence: those up to and including its end."""

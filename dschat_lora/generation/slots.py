@@ -1,6 +1,6 @@
 """Continuous batching: rows join and leave a running batch between any two tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,7 @@ from dschat_lora.generation.batch_state import (
 from dschat_lora.generation.cuda_graphs import DecodeStep, RecordedSteps, graphs_for
 from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.generation.kv_cache import fast_attention, takes_cache
+from dschat_lora.generation.own_columns import Held, OwnColumnTable
 from dschat_lora.generation.prefix_cache import (
     MIN_PREFIX,
     Layers,
@@ -28,7 +29,7 @@ from dschat_lora.generation.prefix_cache import (
     common_prefix,
     prefix_tokens,
 )
-from dschat_lora.generation.sampling import Responses, Sampling, sample_tokens
+from dschat_lora.generation.sampling import Responses
 from dschat_lora.generation.slot_cache import SlotCache
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
@@ -72,6 +73,7 @@ class SlotRows:
         pad_id: any token.
         prefix_cache: take keys and values of other rows for prompts that begin with their tokens.
         retains: also of rows that have gone, which are kept for it.
+        most_rows: that will be in use, as far as it is known: no room is made for more.
         record: see :class:`RecordedSteps`; by default CUDA graphs on a GPU.
 
     Raises:
@@ -86,6 +88,7 @@ class SlotRows:
         pad_id: int,
         prefix_cache: bool = True,
         retains: bool = True,
+        most_rows: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         windows = attention_windows(model.config)
@@ -97,7 +100,7 @@ class SlotRows:
         self.model, self._adapters, self._pad_id = model, adapters, pad_id
         self._windows, self.device = windows, model.device
         self._recurrent = bool(recurrent_layers(model))
-        self._cache = SlotCache()
+        self._cache, self._most_rows = SlotCache(), most_rows + -most_rows % ROW_BUCKETS[0]
         self._shares = prefix_cache and can_keep_prefixes(model)
         self._prefixes = PrefixCache() if retains and self._shares else None
         if record is None and self.device.type == "cuda":
@@ -115,6 +118,8 @@ class SlotRows:
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
         self._at: list[int] = []  # where each row lies in the cache
+        self._asked: list[tuple[int, ...]] = []  # adapter and prompt of each row
+        self._own = OwnColumnTable(0, self.device)
         self._linears: FastLinears | None = None
 
     def __len__(self) -> int:
@@ -168,6 +173,7 @@ class SlotRows:
         self._tokens += map(list, prompts)
         self._numbers += adapters
         self._at += places
+        self._asked += keys
         logits, place = torch.cat(passes), {i: n for n, i in enumerate(order)}
         if (rows_of := [place[i] for i in alike]) != [*range(len(logits))]:
             logits = logits[to_device(torch.tensor(rows_of), self.device)]
@@ -304,6 +310,8 @@ class SlotRows:
     def _fill_gaps(self) -> None:
         """Move the last rows into places that others have left, where a step is smaller then."""
         most, _ = self._shape(len(self), 0)
+        if max(self._at, default=0) < most:
+            return
         late = [row for row, place in enumerate(self._at) if place >= most]
         gaps = sorted({*range(most)} - {*self._at})[: len(late)]
         self._move([self._at[row] for row in late], gaps)
@@ -316,10 +324,10 @@ class SlotRows:
         lengths = [*map(len, self._tokens)]
         rows, width = self._shape(len(self), max(lengths) + 1)
         self.reserve(rows, width)
-        given = torch.zeros(rows, 3, dtype=torch.int64)
-        given[self._at] = torch.tensor([*zip(lengths, self._numbers, tokens, strict=True)])
-        self._inputs[:rows].copy_(to_device(given, self.device))
-        self._steps.run((rows, width), partial(self._advance, rows, width), self.device)
+        own = zip(lengths, self._numbers, tokens, strict=True)
+        self._inputs[:rows].copy_(self._placed(own, [(0, 0, 0)] * rows))
+        shape = rows, width, self._tell_columns()
+        self._steps.run(shape, partial(self._advance, rows, width), self.device)
         for row, token in zip(self._tokens, tokens, strict=True):
             row.append(token)
         if self._at == [*range(len(self))]:
@@ -350,24 +358,37 @@ class SlotRows:
         shapes = [self._shape(len(self), max(lengths) + step) for step in range(1, count + 1)]
         rows, _ = shapes[-1]
         self.reserve(*shapes[-1])
+        before = [number - 1 for number in numbers]
+        own = zip(lengths, self._numbers, sequences, numbers, before, strict=True)
         # Rows that hold no sequence draw for none.
-        given = torch.tensor([[0, 0, responses.capacity, 0]]).repeat(rows, 1)
-        table = zip(lengths, self._numbers, sequences, numbers, strict=True)
-        given[self._at] = torch.tensor([*table])
-        given = to_device(given, self.device)
-        self._inputs[:rows, :2].copy_(given[:, :2])
-        self._inputs[:rows, 2] = responses.last(*given[:, 2:].unbind(1))
-        self._places[:rows].copy_(given[:, 2:])
+        given = self._placed(own, [(0, 0, responses.capacity, 0, 0)] * rows)
+        self._inputs[:rows, :2] = given[:, :2]
+        self._inputs[:rows, 2] = responses.tokens_at(given[:, 2], given[:, 4])
+        self._places[:rows] = given[:, 2:4]
+        shares = self._tell_columns()
         for _, width in shapes:
             step = partial(self._advance_and_draw, responses, rows, width)
-            self._steps.run((responses, rows, width), step, self.device)
+            self._steps.run((responses, rows, width, shares), step, self.device)
+
+    def _tell_columns(self) -> bool:
+        """Have places without a row read nothing, and rows of one prompt it once; if any do."""
+        rows, shares = zip(self._at, self._asked, strict=True), self._shares
+        return self._own.tell(
+            (at, Held(0, own if shares else at, len(own) - 1)) for at, own in rows
+        )
+
+    def _placed(self, own: Iterable[tuple[int, ...]], table: list[tuple[int, ...]]) -> Tensor:
+        """(rows, n) numbers of each row at its place, and elsewhere what the table has."""
+        for place, numbers in zip(self._at, own, strict=True):
+            table[place] = numbers
+        return to_device(torch.tensor(table), self.device)
 
     def _advance_and_draw(self, responses: Responses, rows: int, width: int) -> None:
         """One token for each of the first rows, in place."""
         inputs, (sequences, numbers) = self._inputs[:rows], self._places[:rows].unbind(1)
         columns = inputs[:, :1]
         self._cache.read_tokens(columns, width)
-        logits = self._forward(inputs[:, 2:3], columns, width, inputs[:, 1])[:, -1]
+        logits = self._forward(inputs[:, 2:3], columns, width, inputs[:, 1], steps=True)[:, -1]
         inputs[:, 2] = responses.advance(logits, sequences, numbers, group_of(self.model))
         inputs[:, 0] += 1
         numbers += 1
@@ -376,7 +397,8 @@ class SlotRows:
         """Logits after a token of each of the first rows, which stay where they are."""
         inputs = self._inputs[:rows]
         self._cache.read_tokens(inputs[:, :1], width)
-        logits = self._forward(inputs[:, 2:], inputs[:, :1], width, inputs[:, 1])[:, -1]
+        ids, positions, numbers = inputs[:, 2:], inputs[:, :1], inputs[:, 1]
+        logits = self._forward(ids, positions, width, numbers, steps=True)[:, -1]
         if not self._has_few_shapes:
             self._logits = logits
             return
@@ -389,7 +411,8 @@ class SlotRows:
         if not self._has_few_shapes:
             return rows, columns
         most = ROW_BUCKETS[-1]  # beyond that a power of two would take up to twice the memory
-        rows = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        bucket = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        rows = min(bucket, self._most_rows) if rows <= self._most_rows else bucket
         return rows, columns + -columns % COLUMN_BUCKET
 
     def reserve(self, rows: int, columns: int) -> None:
@@ -402,6 +425,7 @@ class SlotRows:
         if moved:
             self._inputs = self._inputs.new_zeros(self._cache.rows, 3)
             self._places = self._places.new_zeros(self._cache.rows, 2)
+            self._own = OwnColumnTable(self._cache.rows, self.device)
             self._forget_recorded()
 
     def _forget_recorded(self) -> None:
@@ -417,14 +441,15 @@ class SlotRows:
                 partial(self._cache.copy_of, self._at[row]),
                 token_bytes=self._cache.token_bytes,
             )
-        lists: tuple[list[Any], ...] = (self._tokens, self._numbers, self._at)
+        lists: tuple[list[Any], ...] = (self._tokens, self._numbers, self._at, self._asked)
         for each in lists:
             each[row] = each[-1]
             each.pop()
 
     def forget(self) -> None:
         """Drop all rows, and what is kept of earlier ones."""
-        self._tokens, self._numbers, self._at = [], [], []
+        self._tokens, self._numbers, self._at, self._asked = [], [], [], []
+        self._own.clear()
         self._prefixes = None if self._prefixes is None else PrefixCache()
 
     def clear(self) -> None:
@@ -440,6 +465,7 @@ class SlotRows:
         width: int,
         adapters: Sequence[int] | Tensor,
         last: int = 1,
+        steps: bool = False,  # the first rows, one token of each
     ) -> Tensor:
         """(B, last, V) logits after the last of (B, T) tokens, which attend to their row so far."""
         if self._adapters is not None:
@@ -451,6 +477,8 @@ class SlotRows:
                 hidden |= columns <= positions[..., None] - window
             mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
             masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
+            if steps:
+                self._own.mark(masks[kind], positions[:, 0], window)
         return next_logits(self.model, ids, positions, masks, self._cache, last)
 
 
@@ -459,25 +487,3 @@ def _read_columns(tokens: int) -> int:
     if tokens < PROMPT_BUCKET:
         return 1 << (tokens - 1).bit_length()
     return -(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET
-
-
-def sample_each(
-    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
-) -> list[int]:
-    """The next token of each row, by options of its own; see :func:`sample_tokens`.
-
-    ``logits`` are (B, V); ``uniforms`` numbers in (0, 1], of which greedy rows take none.
-    """
-    rows: dict[Sampling, list[int]] = {}
-    for row, sampling in enumerate(samplings):
-        rows.setdefault(sampling, []).append(row)
-    chosen = [0] * len(samplings)
-    for sampling, own in rows.items():
-        uniform = torch.tensor([uniforms[row] for row in own], dtype=torch.float64)
-        part = logits
-        if len(own) < len(chosen):
-            part = logits[to_device(torch.tensor(own), logits.device)]
-        tokens = sample_tokens(part, to_device(uniform, logits.device), sampling).tolist()
-        for row, token in zip(own, tokens, strict=True):
-            chosen[row] = token
-    return chosen

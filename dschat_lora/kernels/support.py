@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 _LIBRARY = torch.library.Library("dschat_lora", "DEF")
 ON_CPU = False  # run kernels on a CPU too, by Triton's interpreter, as their tests do
 PLAIN_ON_CPU = False  # take operators there as on a GPU, and compute them by torch
+
+OFF = False  # run none in this process, where one was seen to fail
 
 
 @cache
@@ -19,10 +22,21 @@ def _has_triton() -> bool:
 
 def runs_kernels(device: torch.device) -> bool:
     """Whether kernels in Triton run on ``device``: NVIDIA's of compute capability 8 or more."""
+    if OFF:
+        return False
     if device.type != "cuda":
         return PLAIN_ON_CPU or (ON_CPU and _has_triton())
     capable = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
     return capable and _has_triton()
+
+
+def errors(device: torch.device) -> tuple[type[Exception], ...]:
+    """What is raised where a kernel cannot be compiled or launched there, beside RuntimeError."""
+    if not (runs_kernels(device) and _has_triton()):
+        return ()
+    from triton.errors import TritonError
+
+    return TritonError, OSError, SubprocessError
 
 
 def define(

@@ -21,7 +21,7 @@ EFFICIENCY = 0.4
 LAUNCH_SECONDS = 6e-5
 # What a kernel of a CUDA graph takes beside its reading, on an H200 and an H100 2 to 8 us.
 REPLAY_SECONDS = 4e-6
-_OUTSIDE, _OUTSIDE_DECODING = 80, 20  # embedding, last norm, head, optimizer; and sampling
+_OUTSIDE, _OUTSIDE_DECODING = 80, 18  # embedding, last norm, head, optimizer; and sampling
 # Forward, forward and backward, and decoding: of an RMSNorm by one kernel, of a LayerNorm, of an
 # RMSNorm by parts; of attention, activation and residuals, without rotation, with it, by parts.
 _NORM, _LAYER_NORM, _NORM_BY_PARTS = (1, 2, 1), (1, 2, 1), (8, 22, 8)

@@ -5,13 +5,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.generation.decode_layers import decoding_forwards
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.kernels import support
 from dschat_lora.models.fused import keep_plain
-from dschat_lora.models.loading import share_parameters
+from dschat_lora.models.loading import load_causal_lm, load_config, share_parameters
 from generation.test_slots import GREEDY, MIXED, PROMPTS, WANTS, continuous, transformers_greedy
 from helpers.kinds import tiny_config
 from helpers.spread import ALL
@@ -20,6 +21,7 @@ from helpers.tiny import adapted, tiny_model
 
 CPU = torch.device("cpu")
 KINDS = ["opt", "llama", "qwen2", "qwen3"]  # biases, grouped queries, biases of some, normed heads
+DRAWN = Sampling(4)
 SEEDS = [[number, 50 + number] for number in range(2)]
 
 
@@ -47,12 +49,12 @@ def operators(monkeypatch):
     return switch
 
 
-def drawn(model, *, steps=4, rows=0, **options):
+def drawn(model, sampling=DRAWN, *, rows=0, **options):
     decoding_forwards(model, {})  # which tries them once
     decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(rows, 0), **options)
     with Operators() as seen:
-        found = decoder(PROMPTS[:2], Sampling(steps), seeds=SEEDS, keep_logprobs=True)
-    return found.tokens(), found.logprobs(), seen.counts
+        found = decoder(PROMPTS[:2], sampling, seeds=SEEDS, keep_logprobs=True)
+    return found.tokens(), [*found.logprobs(), *found.sampler_logprobs()], seen.counts
 
 
 def same(found, expected):
@@ -83,14 +85,47 @@ def test_texts_and_logprobs_are_those_of_the_layers(kind, merged, kernels, opera
 def test_refilled_rows_and_recorded_steps_say_the_same(kind, operators, monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.batch_state.ROW_BUCKETS", (2, 6, 8))
     monkeypatch.setattr("dschat_lora.generation.batch_state.COLUMN_BUCKET", 8)
-    model, tapes = lively(kind), []
-    expected = drawn(model, steps=6)
+    model, tapes, sampling = lively(kind), [], Sampling(6, temperature=0.8)
+    expected = drawn(model, sampling)
     operators()
-    same(drawn(model, steps=6, record=lambda step: tapes.append(Tape(step)) or tapes[-1]), expected)
+    record = lambda step: tapes.append(Tape(step)) or tapes[-1]  # noqa: E731
+    same(drawn(model, sampling, record=record), expected)
     assert tapes
-    refilled = drawn(model, steps=6, rows=3)
+    refilled = drawn(model, sampling, rows=3)
     same(refilled, expected)
     assert refilled[2]["place_heads"] > 5 * 2
+
+
+@pytest.mark.parametrize(
+    ("draws", "options"),
+    [
+        (3 + 1, {}),
+        (3 + 1, {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "policy_temperature": 1.0}),
+        (0, {"do_sample": False}),
+    ],
+)
+def test_tokens_are_drawn_and_their_logprobs_kept_by_the_same_options(draws, options, operators):
+    model, sampling = tiny_model("llama"), Sampling(4, **options)
+    expected = drawn(model, sampling)
+    operators()
+    found = drawn(model, sampling)
+    same(found, expected)
+    assert found[2].get("draw_token", 0) == draws
+
+
+@pytest.mark.parametrize("unpacked", [True, False])
+@pytest.mark.parametrize("kind", KINDS if ALL else ["opt", "llama"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_bases_in_four_bits_say_the_same(kind, unpacked, operators, model_directory):
+    path, config = model_directory(kind), ModelConfig(base_bits=4)
+    options = {"dtype": torch.float32, "meta": False}
+    model = adapted(load_causal_lm(path, load_config(path, config), config, **options), 0)
+    expected = drawn(model, unpacked=unpacked)
+    operators()
+    found = drawn(model, unpacked=unpacked)
+    same(found, expected)
+    assert ("low_rank_residual" in found[2]) == unpacked
+    assert found[2]["place_heads"] == 3 * 2
 
 
 @pytest.mark.skipif(not MIXED, reason="the add-on is not there")

@@ -5,7 +5,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dschat_lora.generation import kv_cache
-from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.generate import Decoder, check_cache
+from dschat_lora.generation.kv_cache import takes_cache
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.kernels import support
 from generation.test_generate import adapted, sliding
@@ -45,18 +46,18 @@ def drawn(model, copies, *, prompts=PROMPTS, new_tokens=14, **options):
 
 @pytest.fixture
 def columns(monkeypatch):
-    """From here on steps run by the operators, whose columns are noted."""
+    """Have steps run by the operators; of each call, ends of prompts that are shared, and tiles."""
     noted, attend = [], kv_cache.attend_own_columns
 
     def attend_noted(query, key, value, columns, *, scale):
-        noted.append(columns)
+        pairs = zip(columns.first.tolist(), columns.own.tolist(), strict=True)
+        noted.append(({own for first, own in pairs if own > first}, columns.tiles))
         return attend(query, key, value, columns, scale=scale)
 
     def start(*, interpreted=False):
         if interpreted:
             pytest.importorskip("triton")
-            monkeypatch.setattr(support, "ON_CPU", True)
-        monkeypatch.setattr(support, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(support, "ON_CPU" if interpreted else "PLAIN_ON_CPU", True)
         monkeypatch.setattr(kv_cache, "attend_own_columns", attend_noted)
         return noted
 
@@ -78,7 +79,51 @@ def test_texts_and_logprobs_are_those_of_masked_attention(kind, copies, record, 
     # Recorded steps have rows without sequences.
     same(plain, drawn(model, copies, record=record))
     assert len({*map(len, plain[0])}) > 1, "they end one by one, and others take their rows"
-    assert {each.tiles is None for each in noted} == {copies == 1}
+    assert {tiles is None for _, tiles in noted} == {copies == 1}
+
+
+@pytest.mark.parametrize("record", [None, Tape])
+@pytest.mark.parametrize("kind", MODELS if ALL else ["llama", "qwen2"])
+def test_rows_that_are_refilled_say_the_same(kind, record, columns, monkeypatch):
+    monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", 3)
+    model = MODELS[kind]()
+    plain, noted = drawn(model, 4), columns()
+    same(plain, drawn(model, 4, record=record, largest=(6, 0)))
+    ends = {end for ends, _ in noted for end in ends}
+    assert ends <= {*map(len, PROMPTS)}
+    assert len(ends) > 1, "of prompts"
+
+
+@pytest.mark.parametrize("largest", [(0, 0), (3, 0)])
+def test_a_later_call_shares_its_own_prompts(largest, columns):
+    model, calls = MODELS["llama"](), [PROMPTS[:2], [[9, 8, 7, 6, 5], [11, 10]], PROMPTS[:2]]
+
+    def said(decoder):
+        for prompts in calls:
+            found = decoder(prompts, Sampling(9), seeds=[[0, 1], [2, 3]])
+            yield [list(tokens) for tokens in found.tokens()]
+
+    options = {"eos_ids": (), "pad_id": 0, "device": CPU}
+    plain, _ = [*said(Decoder(model, **options))], columns()
+    assert [*said(Decoder(model, record=Tape, largest=largest, **options))] == plain
+    assert plain[0] == plain[2] != plain[1]
+
+
+@pytest.mark.parametrize("fault", ["wrong", "fails"])
+def test_kernels_that_fail_are_left_alone_with_a_warning(fault, monkeypatch):
+    def attend(query, *_, **__):
+        if fault == "fails":
+            raise OSError("there is no compiler")
+        return torch.ones_like(query)
+
+    monkeypatch.setattr(support, "PLAIN_ON_CPU", True)
+    monkeypatch.setattr(support, "OFF", False)
+    monkeypatch.setattr(kv_cache, "attend_own_columns", attend)
+    told = {"wrong": r"relative error \d", "fails": "OSError: there is no compiler"}
+    model = MODELS["llama"]()
+    with pytest.warns(UserWarning, match=f"without kernels in Triton, .*{told[fault]}"):
+        check_cache(model)
+    assert (support.OFF, takes_cache(model)) == (True, True)
 
 
 @pytest.mark.parametrize("kind", MODELS if ALL else ["qwen2"])

@@ -6,8 +6,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, Mis
 
 from dschat_lora.generation.cuda_graphs import RecordedSteps
 from dschat_lora.generation.generate import decode
-from dschat_lora.generation.sampling import Sampling, uniforms
-from dschat_lora.generation.slots import SlotRows, sample_each
+from dschat_lora.generation.sampling import Sampling, sample_each, uniforms
+from dschat_lora.generation.slots import SlotRows
 from dschat_lora.models.loading import share_parameters
 from helpers.addons import of_addon
 from helpers.tape import Tape

@@ -8,8 +8,13 @@ import torch
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.zero import broken_parameters
 from dschat_lora.generation.generate import Decoder, decode
-from dschat_lora.generation.sampling import NO_TOKEN, Sampling, sample_tokens, undrawn_reason
-from dschat_lora.generation.slots import sample_each
+from dschat_lora.generation.sampling import (
+    NO_TOKEN,
+    Sampling,
+    sample_each,
+    sample_tokens,
+    undrawn_reason,
+)
 from dschat_lora.rl.options.config import RolloutConfig
 from helpers.tiny import tiny_model
 

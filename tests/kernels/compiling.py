@@ -51,6 +51,48 @@ def heads(dtype):
         place_heads(*parts, inner, up, 0.5, *angles, *norms, 1e-5, *stores, where)
 
 
+def rounding(dtype):
+    from dschat_lora.kernels.rounding import FORMATS, round_at_random
+
+    if dtype in FORMATS:
+        round_at_random(torch.zeros(4096, dtype=dtype), torch.zeros(4096), 2**32 - 1)
+
+
+def norms(dtype):
+    from dschat_lora.kernels.norms import rms_norm_rows
+
+    for size in (96, 4096):
+        rms_norm_rows(torch.zeros(8, size, dtype=dtype), torch.zeros(size, dtype=dtype), 1e-5)
+
+
+def attention(dtype):
+    from dschat_lora.kernels.attention import COPIES, attend_columns, combine_parts
+
+    for heads, splits, size in itertools.product((1, 4), (1, 2), (64, 128)):
+        query, stores = (
+            torch.zeros(8, 2 * heads, size, dtype=dtype),
+            torch.zeros(2, 8, 2, 256, size, dtype=dtype),
+        )
+        first = torch.zeros(8, dtype=torch.int64)
+        for tiles in (None, torch.zeros(2, COPIES, dtype=torch.int64)):
+            counts = splits, 0 if tiles is None else splits
+            parts, sums = attend_columns(
+                query, *stores, first, first, first, tiles, 0.5, 100, *counts
+            )
+            if sum(counts) > 1:
+                combine_parts(parts, sums, first, first, query, splits)
+
+
+def sampling(dtype):
+    from dschat_lora.kernels.sampling import draw_tokens
+
+    tables = [torch.ones(9, 4, dtype=kind) for kind in (torch.float64, torch.int64, torch.float32)]
+    where, number = torch.zeros(8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64).expand(8)
+    for vocabulary, kept in itertools.product((500, 150_000), (None, tables[2])):
+        logits = torch.zeros(8, vocabulary, dtype=dtype)
+        draw_tokens(logits, 0.7, tables[0], where, number, tables[1], kept)
+
+
 def swiglu(dtype):
     from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
 
@@ -70,7 +112,7 @@ def rotary(dtype):
 
 
 # What calls operators with tensors of a type.
-CALLS = [low_rank, heads, swiglu, rotary]
+CALLS = [low_rank, heads, norms, attention, sampling, swiglu, rotary, rounding]
 
 
 def compile_all(capability, names):

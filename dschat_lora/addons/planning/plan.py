@@ -222,7 +222,7 @@ class StagePlan:
     @property
     def phases(self) -> dict[str, int]:
         """The most bytes on one device in each phase; see :attr:`memory`."""
-        plan = self._memory_plan()
+        plan = self.memory_plan
         beside = sum(self.beside.values())
         if not isinstance(self.models, Roles):
             return {TRAINING: plan.updating + beside}
@@ -259,9 +259,11 @@ class StagePlan:
             roles[name] = _role_memory(name, each.model, seen, trained, settings)
             seen |= {id(p) for p in each.model.parameters()}
         roles |= {name: RoleMemory(size, 0) for name, size in self.beside.items()}
-        return StageMemory(roles, self.phases, self._memory_plan().cache)
+        return StageMemory(roles, self.phases, self.memory_plan.cache)
 
-    def _memory_plan(self) -> MemoryPlan:
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """The plan of the run's memory; a ValueError says what of its models is not understood."""
         if self.config not in self.known:
             if isinstance(self.models, Roles):
                 plan = memory_plan(self.config, self.models, self.settings)
@@ -391,7 +393,7 @@ def _iteration_time(
     config: RlhfConfig, roles: Roles, trained: Mapping[str, TrainedModel]
 ) -> StepTime:
     batch, data = config.batch, config.data
-    count = batch.per_device_generation_batch_size * batch.generation_batches
+    count = batch.responses
     prompt, answer = (0,) * data.max_prompt_seq_len, (0,) * data.max_answer_seq_len
     responses = [Response(prompt, answer, ended=True, group=0)] * count
     checkpointed = {n: is_on(getattr(config, n).gradient_checkpointing) for n in roles.trained}
@@ -399,7 +401,7 @@ def _iteration_time(
         roles.models,
         checkpointed=checkpointed,
         num_generations=batch.num_generations,
-        batch_size=batch.per_device_generation_batch_size,
+        batch_size=batch.rows_decoded,
     )
     at_once = batch.per_device_training_batch_size
     rows = min(count, at_once * batch.gradient_accumulation_steps)  # of a step
@@ -424,7 +426,7 @@ def _iteration_time(
         skips_padding=True,
     )
     ranks, both, actor = config.parallel.tensor_parallel_size, (True, False), roles.actor.model
-    decode_steps = data.max_answer_seq_len * batch.generation_batches
+    decode_steps = data.max_answer_seq_len * -(-count // batch.rows_decoded)
 
     def launches(fused: bool) -> int:
         total = 0.0

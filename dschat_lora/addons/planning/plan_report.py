@@ -30,6 +30,8 @@ from dschat_lora.data.audit import DataAudit
 from dschat_lora.perf.launches import EFFICIENCY
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 from dschat_lora.report.texts import duration, operations
+from dschat_lora.rl.learn.roles import Roles
+from dschat_lora.rl.loop.memory import rollout_words
 
 GIB = 2**30
 COMMON_CARDS = ("H200", "A100", "RTX 4090", "T4")
@@ -89,6 +91,7 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "parameters": {"total": total, "trainable": trained},
         "roles": {name: asdict(role) for name, role in plan.memory.roles.items()},
         "cache": plan.memory.cache,
+        **_rollouts(plan),
         "phases": plan.memory.phases,
         "peak": plan.memory.peak,
         "recomputation": {
@@ -108,6 +111,12 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "expected": [asdict(each) for each in expected_speeds(time, card)],
         "data": planned.data.to_dict() if isinstance(planned.data, DataAudit) else planned.data,
     }
+
+
+def _rollouts(plan: StagePlan) -> dict[str, int]:
+    """Responses that a device decodes at a time, of a stage that decodes."""
+    is_rlhf = isinstance(plan.models, Roles)
+    return {"max_num_seqs": plan.config.batch.rows_decoded} if is_rlhf else {}
 
 
 def lines(planned: Planned) -> Iterator[str]:
@@ -132,13 +141,7 @@ def lines(planned: Planned) -> Iterator[str]:
 
     rows = [[name, *(cell(role, column) for column in columns)] for name, role in roles.items()]
     yield from [*table(["GiB", *columns], rows), ""]
-    yield wrapped(f"  memory       {_peak_words(plan)}")
-    kept, again = (
-        _cost_words(with_recomputation(plan, on), card)
-        for on in ((), recomputing_options(plan.config))
-    )
-    yield wrapped(f"  recomputed   {kept} where activations are kept, {again} where recomputed")
-    yield from _left_out_lines(plan)
+    yield from _memory_lines(plan, card)
     if card is not None:
         yield wrapped(f"  device       {_device_words(planned, card)}")
     if planned.better is not None:
@@ -169,8 +172,18 @@ def _cost_words(plan: StagePlan, card: Card | None) -> str:
     return f"{_gib(plan.memory.peak)} GiB{time}"
 
 
-def _left_out_lines(plan: StagePlan) -> Iterator[str]:
-    """What a composite model has beside text, which the plan does not count."""
+def _memory_lines(plan: StagePlan, card: Card | None) -> Iterator[str]:
+    """The most that it takes, recomputed or not, and of that what decodes; what is left out."""
+    yield wrapped(f"  memory       {_peak_words(plan)}")
+    if isinstance(plan.models, Roles):
+        words = rollout_words(plan.config, plan.memory_plan, plan.models.actor.model)
+        yield wrapped(f"  rollouts     {words}")
+    kept, again = (
+        _cost_words(with_recomputation(plan, on), card)
+        for on in ((), recomputing_options(plan.config))
+    )
+    yield wrapped(f"  recomputed   {kept} where activations are kept, {again} where recomputed")
+    # What a composite model has beside text is not counted.
     if not plan.beside and (left_out := plan.left_out) is not None:
         names, size = left_out
         yield wrapped(

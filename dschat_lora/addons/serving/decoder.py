@@ -24,8 +24,13 @@ from dschat_lora.addons.serving.endpoint.text import TextStream
 from dschat_lora.addons.serving.grammars import GrammarError
 from dschat_lora.addons.serving.models import BaseBatch, ServedModel
 from dschat_lora.algos.segments import to_device
-from dschat_lora.generation.sampling import NO_TOKEN, Sampling, keep_top, undrawn_reason
-from dschat_lora.generation.slots import sample_each
+from dschat_lora.generation.sampling import (
+    NO_TOKEN,
+    Sampling,
+    keep_top,
+    sample_each,
+    undrawn_reason,
+)
 
 # Tokens, padding included, of prompts that are read between two steps of the running rows.
 PROMPT_TOKENS = 8192

@@ -24,6 +24,7 @@ from dschat_lora.rl.loop.memory import (
     Costs,
     memory_plan,
     plan_costs,
+    rollout_words,
     trained_models,
     unpacking_note,
 )
@@ -120,11 +121,10 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     roles.take(data.prompts.media, sources)
     config = _resolve_step(config, roles, run, free=free)
     models = Models(sources, roles, role_settings(config))
-    run, costs = replace(run, config=config), plan_costs(config, models, free=free)
+    config, costs = plan_costs(config, models, free=free)
+    run = replace(run, config=config)
     setup = RlhfSetup(run, tokenizer, data, models, costs, scoring, reference, player, started)
     _describe(setup)
-    if costs.unpacked is not None:
-        run.log.say(f"  note         {unpacking_note(roles, costs.unpacked)}")
     if run.directory is not None:
 
         def planned(other: RlhfConfig) -> MemoryPlan | None:
@@ -246,7 +246,7 @@ def _resolve_step(
 def _describe(setup: RlhfSetup) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     roles, settings, run = setup.models.roles, setup.models.settings, setup.run
-    plan, actor = setup.costs.plan, settings["actor"]
+    actor = settings["actor"]
     total = num_elements(roles.whole().parameters())  # each shared one once
     trained = {name: trained_elements(m.model) for name, m in roles.trained.items()}
     counts = ", ".join(f"{name} {count:,}" for name, count in trained.items())
@@ -271,15 +271,25 @@ def _describe(setup: RlhfSetup) -> None:
         size = num_elements(model.model.parameters())
         if warning := options.rate_warning(size, given=run.config.given):
             run.log.say(f"  warning      {warning}")
-    if plan is not None:
-        run.log.say(f"  {plan.line()}")
-        run.record.update({"memory": plan.to_dict()})
+    _describe_memory(setup)
     for role, each in trained_models(run.config, roles, settings).items():
         recorded = role in setup.costs.recorded
         if words := launches_note(each, run.config.load, recorded=recorded):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)
+
+
+def _describe_memory(setup: RlhfSetup) -> None:
+    """Show and record the memory it takes, and what of it decodes."""
+    costs, roles, run = setup.costs, setup.models.roles, setup.run
+    if costs.plan is not None:
+        run.log.say(f"  {costs.plan.line()}")
+        run.record.update({"memory": costs.plan.to_dict()})
+    if setup.config.batch.rows_that_fit is not None:
+        run.log.say(f"  rollouts     {rollout_words(setup.config, costs.plan, roles.actor.model)}")
+    if costs.unpacked is not None:
+        run.log.say(f"  note         {unpacking_note(roles, costs.unpacked)}")
 
 
 def _identity(setup: RlhfSetup) -> dict[str, Any]:
