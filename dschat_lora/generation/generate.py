@@ -207,7 +207,11 @@ class Decoder:
     ) -> None:
         if self._slots is None:
             self._slots = SlotRows(
-                self._model, pad_id=self._pad_id, retains=False, record=self._record
+                self._model,
+                pad_id=self._pad_id,
+                retains=False,
+                most_rows=self._largest[0],
+                record=self._record,
             )
         rows, most_rows = self._slots, self._largest[0] or len(prompts)
         rows.forget()  # those of a call that failed

@@ -468,6 +468,9 @@ def test_one_product_computes_all_layers_that_read_one_input(kind):
         wide = 6 if kind == "opt" else 7
         assert count.products == model.config.num_hidden_layers * (4 + wide) + 1
     assert torch.equal(before, adapted(kind)(ids).logits), "moved weights are as they were"
+    layers, stacks = adapter_layers(model).values(), linears._stacks.values()
+    second = sum(layer.lora_B.numel() for layer in layers)
+    assert sum(stack.up.numel() for stack in stacks) == second, "no zeros beside them"
 
 
 @torch.no_grad()
@@ -614,11 +617,15 @@ def test_a_step_that_cannot_be_recorded_is_told_once_and_run_as_it_is(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("rows", "bucket"), [(1, 8), (8, 8), (9, 16), (100, 128), (128, 128), (129, 256)]
+    ("rows", "room", "bucket"), [(1, 8, 8), (9, 16, 8), (100, 104, 64), (264, 264, 128)]
 )
-def test_rows_come_in_few_sizes_where_a_gpu_repeats_them(rows, bucket):
+def test_rows_come_in_few_sizes_where_a_gpu_repeats_them(rows, room, bucket):
     cached, _ = rows_of(tiny_model("opt"), [[5]] * rows, Sampling(4), [[0]] * rows, buckets=True)
-    assert cached._cache.capacity == (bucket, 128)
+    assert cached._cache.capacity == (room, 128)
+    assert cached._cache.rows == room
+    assert (cached.holds(room, 128), cached.holds(room + 1, 128)) == (True, False)
+    cached.keep([n <= rows // 3 for n in range(rows)])
+    assert cached._cache.rows == bucket
 
 
 @pytest.mark.parametrize("make", [*KINDS, "mistral", "gemma3"])
