@@ -468,6 +468,9 @@ def test_one_product_computes_all_layers_that_read_one_input(kind):
         wide = 6 if kind == "opt" else 7
         assert count.products == model.config.num_hidden_layers * (4 + wide) + 1
     assert torch.equal(before, adapted(kind)(ids).logits), "moved weights are as they were"
+    layers, stacks = adapter_layers(model).values(), linears._stacks.values()
+    second = sum(layer.lora_B.numel() for layer in layers)
+    assert sum(stack.up.numel() for stack in stacks) == second, "no zeros beside them"
 
 
 @torch.no_grad()
