@@ -114,7 +114,7 @@ class SlotRows:
         self._logits = self._read_logits = torch.zeros(0)
         # Of each prompt that is read: see _table.
         self._prompts = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._moves = torch.zeros(3, MOVED_ROWS, dtype=torch.int64, device=self.device)
+        self._moves = torch.zeros(2, MOVED_ROWS, dtype=torch.int64, device=self.device)
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
         self._at: list[int] = []  # where each row lies in the cache
@@ -199,7 +199,7 @@ class SlotRows:
 
         Each comes with its place and adapter; what is known is of ended or of running rows.
         """
-        known, sources = dict[int, int](), dict[int, tuple[int, int, int]]()
+        known, sources = dict[int, int](), dict[int, int]()  # of each place
         for i, (place, prompt, adapter) in joining.items():
             found: tuple[Layers, int] = ({}, 0)
             shareable = prefix_tokens(self.model, prompt[:-1])
@@ -213,11 +213,10 @@ class SlotRows:
             length, running = max(alike, default=(0, 0))
             known[i] = found[1]
             if length > max(found[1], MIN_PREFIX - 1):
-                known[i], sources[i] = length, (self._at[running], place, length)
+                known[i], sources[place] = length, self._at[running]
             elif found[1]:
                 self._cache.put(place, *found)
-        if sources:
-            self._move(*zip(*sources.values(), strict=True))
+        self._move([*sources.values()], [*sources])
         return known
 
     def _batches(self, prompts: Mapping[int, tuple[int, int]]) -> Iterator[list[int]]:
@@ -243,7 +242,7 @@ class SlotRows:
         """(B, last, V) logits at the ends of prompts; something is known of all, or of none."""
         tokens = max(len(row.prompt) - row.known for row in rows)
         _, width = self._shape(0, max(len(row.prompt) for row in rows))
-        count, clears = len(rows), rows[0][1] == 0
+        count, clears = len(rows), rows[0].known == 0
         columns, size = _read_columns(tokens), 1 << (count - 1).bit_length()
         records = self._has_few_shapes and not self._recurrent and last == 1
         if not records or size * columns > READ_TOKENS:
@@ -289,23 +288,22 @@ class SlotRows:
             self._read_logits = logits.new_zeros(READ_ROWS, logits.shape[1])
         self._read_logits[: len(logits)] = logits
 
-    def _move(
-        self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int] = ()
-    ) -> None:
-        """Copy rows of the cache over others; where ``lengths`` are given, so many tokens alone."""
-        given = [sources, targets, lengths] if lengths else [sources, targets]
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy rows of the cache over others; masks hide what follows the tokens of the new ones.
+
+        It is finite, as the others' tokens could be drawn.
+        """
         at_once = MOVED_ROWS if self._has_few_shapes else len(sources)
         for first in range(0, len(sources), max(1, at_once)):
-            part = [list(each[first : first + at_once]) for each in given]
+            part = [list(each[first : first + at_once]) for each in (sources, targets)]
             if not self._has_few_shapes:
                 self._cache.move(*to_device(torch.tensor(part), self.device))
                 continue
             size = 1 << (len(part[0]) - 1).bit_length()
             padded = torch.tensor([[*each, *each[:1] * (size - len(each))] for each in part])
-            pairs = self._moves[: len(part), :size]
+            pairs = self._moves[:, :size]
             pairs.copy_(to_device(padded, self.device))
-            step = partial(self._cache.move, *pairs)
-            self._reads.run(("move", *pairs.shape), step, self.device)
+            self._reads.run(("move", size), partial(self._cache.move, *pairs), self.device)
 
     def _fill_gaps(self) -> None:
         """Move the last rows into places that others have left, where a step is smaller then."""

@@ -152,8 +152,7 @@ def lines(planned: Planned) -> Iterator[str]:
         yield wrapped(f"  largest      {most}")
     yield wrapped(f"  time         {_time_words(planned)}")
     time = (planned.better or plan).time
-    if bound := launch_words(planned, time):
-        yield wrapped(f"  launches     {bound}")
+    yield from _launch_lines(planned, time)
     yield from _speed_lines(expected_speeds(time, card))
     if planned.data is not None:
         yield ""
@@ -264,8 +263,8 @@ def _time_words(planned: Planned) -> str:
     if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
         tokens = planned.data.tokens * config.optim.num_train_epochs
         whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
-    how = f"at {EFFICIENCY:.0%} of the card's peak"
-    if found.launching > found.work:
+    how = f"at {EFFICIENCY:.0%} of the card's peak{' and with CUDA graphs' * (found.replaying > 0)}"
+    if found.launching > found.work and not found.replaying:
         how = "as fast as kernels are launched"
     per_million = duration(1e6 / time.tokens * seconds)
     return (
@@ -281,6 +280,7 @@ class Speed:
     device: str
     training: float  # of a step or iteration but for decoding, in all of its tokens
     training_unfused: float  # with --fused_kernels off
+    training_without_graphs: float
     decoding: float | None  # of responses; None where a stage has none
     decoding_without_graphs: float | None
 
@@ -300,6 +300,7 @@ def expected_speeds(time: StepTime, card: Card | None) -> list[Speed]:
                 each.name,
                 time.tokens / as_is.training,
                 time.tokens / unfused.training,
+                time.tokens / eager.training,
                 time.generated / as_is.decoding if decodes else None,
                 time.generated / eager.decoding if decodes else None,
             )
@@ -317,10 +318,29 @@ def launch_words(planned: Planned, time: StepTime) -> str | None:
     )
 
 
+def _launch_lines(planned: Planned, time: StepTime) -> Iterator[str]:
+    """What helps where launching takes the time, and what graphs of training give and take."""
+    if bound := launch_words(planned, time):
+        yield wrapped(f"  launches     {bound}")
+    recorded = [] if planned.card is None else time.recorded_on(planned.card)
+    if planned.card is not None and recorded:
+        kept = sum(each.trained.estimated().activations for each in recorded)
+        eager = time.on(planned.card, graphs=False)
+        assert eager is not None
+        yield wrapped(
+            f"  graphs       passes of training run as CUDA graphs, which keep {_gib(kept)} GiB "
+            f"more; --training_graphs off: {duration(eager.total)} and "
+            f"{time.tokens / eager.total:,.0f} tokens/s"
+        )
+
+
 def _speed_lines(speeds: Sequence[Speed]) -> Iterator[str]:
     decodes = any(each.decoding is not None for each in speeds)
-    columns = ["tokens/s, estimated", "training", "not fused"]
-    rows = [[s.device, f"{s.training:,.0f}", f"{s.training_unfused:,.0f}"] for s in speeds]
+    columns = ["tokens/s, estimated", "training", "not fused", "no graphs"]
+    rows = []
+    for each in speeds:
+        training = (each.training, each.training_unfused, each.training_without_graphs)
+        rows.append([each.device, *(f"{number:,.0f}" for number in training)])
     if decodes:
         columns += ["decoding", "no graphs"]
         for row, each in zip(rows, speeds, strict=True):

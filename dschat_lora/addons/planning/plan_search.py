@@ -39,7 +39,8 @@ from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.micro_batches import UNKNOWN_PEAK, StepCosts, whole_micro_batches
+from dschat_lora.runtime.memory import UNKNOWN_PEAK
+from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches
 from dschat_lora.runtime.setup import prepare_data
 
 # Of no consequence for memory; what they name need not be there.
@@ -287,9 +288,11 @@ def _fastest(plan: StagePlan, undecided: Sequence[str], card: Card, *, splits: b
     costs = StepCosts[Any](
         need=lambda config: plan.changed(config).phases[TRAINING],
         trained=lambda config: plan.changed(config).trained.values(),
+        load=plan.load,
         peak=peak_of(card) or UNKNOWN_PEAK,
+        budget=card.usable_bytes,
     )
-    return plan.changed(costs.fastest(plan.config, undecided, card.usable_bytes, splits=splits))
+    return plan.changed(costs.fastest(plan.config, undecided, splits=splits))
 
 
 def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:

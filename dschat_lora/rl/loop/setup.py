@@ -15,6 +15,7 @@ from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
+from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.draw.player import AsksForColumns, OneTurn, Player
 from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.reference import ActorAsItWas, Answers, Reference
@@ -33,8 +34,8 @@ from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.graphs import launches_note
-from dschat_lora.runtime.memory import MemoryPlan, explaining_memory, free_memory
-from dschat_lora.runtime.micro_batches import StepCosts, peak_here, resolve_step
+from dschat_lora.runtime.memory import MemoryPlan, explaining_memory, free_memory, peak_here
+from dschat_lora.runtime.micro_batches import StepCosts, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -231,7 +232,9 @@ def _resolve_step(
     costs = StepCosts[RlhfConfig](
         need=need,
         trained=lambda config: trained_models(config, roles, role_settings(config)).values(),
+        load=config.load,
         peak=peak_here(role_settings(config)["actor"].torch_dtype),
+        budget=USABLE * free,
     )
     trained = {role: model.model for role, model in roles.trained.items()}
     # The critic first: it is the smaller one as a rule, and costs less to compute again.
