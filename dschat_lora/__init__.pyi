@@ -812,8 +812,10 @@ def rlhf(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
+    max_num_seqs: int | Literal['auto'] = 'auto',
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
+    refill_share: float | None = None,
     do_sample: bool = True,
     temperature: float = 1.0,
     rollout_temperature: float | None = None,
@@ -1029,11 +1031,13 @@ def rlhf(
         ema_decay (float): share of the average that stays at a step
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        per_device_generation_batch_size (int): responses generated at a time on a device
+        per_device_generation_batch_size (int): responses of a generation batch on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
+        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch with --oversample, whose choice depends on it, and of episodes
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
-        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
+        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and sampler_error shows how far that moves the policy
+        refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         temperature (float): of sampling and of all log-probabilities
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
@@ -1243,9 +1247,11 @@ def distill(
     generation_batches: int = 1,
     temperature: float = 1.0,
     rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
+    max_num_seqs: int | Literal['auto'] = 'auto',
     num_generations: int | None = None,
     oversample: float = 1.0,
     merge_for_rollouts: bool = False,
+    refill_share: float | None = None,
     do_sample: bool = True,
     rollout_temperature: float | None = None,
     top_p: float = 1.0,
@@ -1451,13 +1457,15 @@ def distill(
         enable_ema (bool): keep a moving average of the actor, written to actor_ema/
         ema_decay (float): share of the average that stays at a step
         only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
-        per_device_generation_batch_size (int): responses generated at a time on a device
+        per_device_generation_batch_size (int): responses of a generation batch on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         temperature (float): of sampling and of all log-probabilities
         rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
+        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch with --oversample, whose choice depends on it, and of episodes
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
-        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; sampler_error shows how far rounding moves the policy
+        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and sampler_error shows how far that moves the policy
+        refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
         top_p (float): sample from the likeliest tokens of this probability mass

@@ -165,10 +165,11 @@ class Ours:
         class Watched(Updater):
             """Keeps what it gives."""
 
-            def steps(self, *args: Any, **options: Any) -> Any:
-                for result in super().steps(*args, **options):
+            def queue_steps(self, *args: Any, **options: Any) -> Any:
+                for read in super().queue_steps(*args, **options):
+                    result = read()
                     kept.append((self.experience, self.targets, result))
-                    yield result
+                    yield lambda result=result: result
 
         with mock.patch.object(trainer, "Updater", Watched):
             self.iterate(name)

@@ -62,7 +62,7 @@ def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
     """(element type, allowed values, takes several) of a field's annotation."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         kinds = [a for a in typing.get_args(annotation) if a is not type(None)]
-        (annotation,) = [a for a in kinds if a is float] or kinds
+        (annotation,) = [a for a in kinds if a in (int, float)] or kinds
     if typing.get_origin(annotation) is typing.Literal:
         choices = typing.get_args(annotation)
         return type(choices[0]), choices, False
@@ -75,7 +75,9 @@ def value_shape(annotation: object) -> tuple[type, tuple[Scalar, ...], bool]:
 
 def number_words(annotation: object) -> tuple[str, ...]:
     """Words that may be typed for a number: of ``float | Literal["auto"]``, auto."""
-    kinds = typing.get_args(annotation) if value_shape(annotation)[0] is float else ()
+    kinds = typing.get_args(annotation)
+    if not any(kind in (int, float) for kind in kinds):
+        return ()
     literals = [a for a in kinds if typing.get_origin(a) is typing.Literal]
     return tuple(word for each in literals for word in typing.get_args(each))
 

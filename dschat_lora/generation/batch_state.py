@@ -68,7 +68,9 @@ class CachedRows:
         self.sequences: list[int] = []
         self._filled = self._width = 0  # columns in use, and those of prompts
         self._copies, self._shares = 1, False  # see OwnColumnTable.tell
-        rows, columns = self._rounded(*capacity)
+        rows, columns = capacity
+        if buckets:
+            rows, columns = rows + -rows % ROW_BUCKETS[0], columns + -columns % COLUMN_BUCKET
         self._own = OwnColumnTable(rows, device)
         # One step adds 1 to all: tokens chosen, the cache's column, and each row's position.
         self._counters = torch.zeros(2 + rows, dtype=torch.int64, device=device)
@@ -273,7 +275,8 @@ class CachedRows:
             return rows, columns
         largest = ROW_BUCKETS[-1]
         fitting = (bucket for bucket in ROW_BUCKETS if bucket >= rows)
-        rows = next(fitting, -(-rows // largest) * largest)
+        bucket = next(fitting, -(-rows // largest) * largest)
+        rows = min(bucket, max(rows, self._cache.capacity[0]))
         return rows, -(-columns // COLUMN_BUCKET) * COLUMN_BUCKET
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from random import Random
 from typing import Any
 
 import psutil
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dschat_lora.generation.decode_layers import decoding_forwards
 from dschat_lora.generation.stacked_linears import ROWS_MULTIPLE, StackedLinears, stack_weights
+from dschat_lora.kernels.rounding import FORMATS, round_at_random
 from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.experts import expert_holders, fused_experts
 from dschat_lora.lora.layers import (
@@ -47,7 +49,9 @@ class FastLinears:
     Args:
         model: with or without adapters.
         stacked: whether weights are moved so; by default on a GPU.
-        merged: add adapters to copies of the weights that they adapt, which are rounded anew.
+        merged: add adapters to copies of the weights that they adapt. Those in 16 bits are rounded
+            by chance, or the copies would lose most of a small update.
+        rounding: what that chance is a function of, beside the layer, whenever copies are made.
         unpacked: whether quantised weights are unpacked once; by default where half of the free
             memory holds them.
     """
@@ -58,12 +62,14 @@ class FastLinears:
         *,
         stacked: bool | None = None,
         merged: bool = False,
+        rounding: Callable[[], object] = lambda: 0,
         unpacked: bool | None = None,
     ) -> None:
         size = value_bytes(model.parameters())
         self._unpacked = size == 0 or unpacked is True
         if size and unpacked is None:
             self._unpacked = has_room_unpacked(model, size)
+        self._rounding, self._merged = rounding, list[tuple[Tensor, LoraLinear]]()
         self._copies: list[Tensor] = []
         self._sources: list[Callable[[], Any]] = []  # of what each is a copy
         self._forwards: dict[nn.Module, Forward] = {}
@@ -91,7 +97,8 @@ class FastLinears:
     def in_use(self) -> Iterator[None]:
         """Within, the layers compute so, with the values that adapters have now."""
         for copy, source in zip(self._copies, self._sources, strict=True):
-            copy.copy_(source())  # one by one: merged weights in fp32 take memory
+            copy.copy_(source())
+        self._merge_adapters()
         codes = [holder._parameters[name] for holder, name, _ in self._experts]
         try:
             for holder, name, values in self._experts:
@@ -161,8 +168,18 @@ class FastLinears:
         weight = layers[0].weight
         stack = weight.new_empty(sum(sizes), shapes[0][1], dtype=value_dtype(weight))
         for layer, part in zip(layers, torch.split(stack, sizes), strict=True):
-            self._refresh(part, partial(_merged_weight, layer))
+            self._merged.append((part, layer))
         return StackedLinears(stack, self._bias(layers, sizes, len(stack)), sizes)
+
+    def _merge_adapters(self) -> None:
+        """Make merged copies anew, one by one: in fp32 they take memory."""
+        drawn_from = self._rounding() if self._merged else None
+        for number, (copy, layer) in enumerate(self._merged):
+            if copy.dtype in FORMATS:
+                seed = Random(f"{drawn_from} {number}").getrandbits(32)
+                round_at_random(copy, _merged_weight(layer), seed)
+            else:
+                copy.copy_(_merged_weight(layer))
 
     def _stack(self, layers: Sequence[LoraLinear]) -> StackedLinears:
         """The layers with the first factors of their adapters behind their weights.

@@ -72,7 +72,7 @@ class Decoder:
         largest: (rows, columns) of the largest batch that will come, as far as it is known;
             columns count prompt and response.
         merged: decode with adapters added to copies of the weights, which takes fewer operations
-            and the memory of the copies; 16-bit weights are rounded anew.
+            and the memory of the copies; see :class:`FastLinears` for ``rounding`` in 16 bits.
         unpacked: whether 4-bit weights are unpacked once, see :class:`FastLinears`.
         retains: keep what a call has computed, for the ``prefixes`` of the next one.
         refill_share: share of the rows that have to be free before waiting prompts are read into
@@ -89,13 +89,15 @@ class Decoder:
         device: torch.device,
         largest: tuple[int, int] = (0, 0),
         merged: bool = False,
+        rounding: Callable[[], object] = lambda: 0,
         unpacked: bool | None = None,
         retains: bool = False,
         refill_share: float | None = None,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         self._model, self._eos_ids, self._pad_id = model, frozenset(eos_ids), pad_id
-        self._device, self._largest, self._merged = device, largest, merged
+        self._device, self._largest = device, largest
+        self._merged, self._rounding = merged, rounding
         self._unpacked, self._group = unpacked, group_of(model)
         self._record, self._retains = record, retains
         by_default = GPU_REFILL if device.type == "cuda" else CPU_REFILL
@@ -205,7 +207,11 @@ class Decoder:
     ) -> None:
         if self._slots is None:
             self._slots = SlotRows(
-                self._model, pad_id=self._pad_id, retains=False, record=self._record
+                self._model,
+                pad_id=self._pad_id,
+                retains=False,
+                most_rows=self._largest[0],
+                record=self._record,
             )
         rows, most_rows = self._slots, self._largest[0] or len(prompts)
         rows.forget()  # those of a call that failed
@@ -257,7 +263,10 @@ class Decoder:
             if not in_shards(self._model):
                 if self._linears is None:
                     self._linears = FastLinears(
-                        self._model, merged=self._merged, unpacked=self._unpacked
+                        self._model,
+                        merged=self._merged,
+                        rounding=self._rounding,
+                        unpacked=self._unpacked,
                     )
                     if self._keeps:
                         self._weights = _weights_of(self._model)  # some may have been moved

@@ -243,9 +243,9 @@ class Responses:
         found: list[list[int]] = self._tokens[own, at].tolist()
         return found
 
-    def last(self, sequences: Tensor, numbers: Tensor) -> Tensor:
-        """(B,) last tokens of (B,) sequences that have so many; any of one that has none."""
-        return self._tokens[sequences, (numbers - 1).clamp(min=0)].clamp(min=0)
+    def tokens_at(self, sequences: Tensor, number: Tensor) -> Tensor:
+        """(B,) tokens of (B,) sequences that have more than so many, as a model reads them."""
+        return self._tokens[sequences, number].clamp_(min=0)
 
     def length(self, tokens: Sequence[int]) -> int:
         """How many of the tokens belong to a sequence: those up to and including its end."""

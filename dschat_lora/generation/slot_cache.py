@@ -125,18 +125,11 @@ class SlotCache(RecurrentStates):
             for store, entries in zip(self._layers[index], kept, strict=True):
                 store[row, :, :columns] = entries[:, :columns]
 
-    def move(self, sources: Tensor, targets: Tensor, lengths: Tensor | None = None) -> None:
-        """Copy rows over others; of (B,) ``lengths`` so many columns, and zeros follow."""
-        hidden = None
-        if lengths is not None:
-            columns = torch.arange(self._columns, device=lengths.device)
-            hidden = (columns >= lengths[:, None])[:, None, :, None]
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows over others, (B,) int64 each."""
         for stores in self._layers.values():
             for store in stores:
-                rows = store.index_select(0, sources)
-                if hidden is not None:
-                    rows.masked_fill_(hidden, 0)
-                store.index_copy_(0, targets, rows)
+                store.index_copy_(0, targets, store.index_select(0, sources))
         for state in self._states.values():
             state.index_copy_(0, targets, state.index_select(0, sources))
 

@@ -1,6 +1,6 @@
 """Continuous batching: rows join and leave a running batch between any two tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -73,6 +73,7 @@ class SlotRows:
         pad_id: any token.
         prefix_cache: take keys and values of other rows for prompts that begin with their tokens.
         retains: also of rows that have gone, which are kept for it.
+        most_rows: that will be in use, as far as it is known: no room is made for more.
         record: see :class:`RecordedSteps`; by default CUDA graphs on a GPU.
 
     Raises:
@@ -87,6 +88,7 @@ class SlotRows:
         pad_id: int,
         prefix_cache: bool = True,
         retains: bool = True,
+        most_rows: int = 0,
         record: Callable[[DecodeStep], DecodeStep] | None = None,
     ) -> None:
         windows = attention_windows(model.config)
@@ -98,7 +100,7 @@ class SlotRows:
         self.model, self._adapters, self._pad_id = model, adapters, pad_id
         self._windows, self.device = windows, model.device
         self._recurrent = bool(recurrent_layers(model))
-        self._cache = SlotCache()
+        self._cache, self._most_rows = SlotCache(), most_rows + -most_rows % ROW_BUCKETS[0]
         self._shares = prefix_cache and can_keep_prefixes(model)
         self._prefixes = PrefixCache() if retains and self._shares else None
         if record is None and self.device.type == "cuda":
@@ -112,7 +114,7 @@ class SlotRows:
         self._logits = self._read_logits = torch.zeros(0)
         # Of each prompt that is read: see _table.
         self._prompts = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._moves = torch.zeros(3, MOVED_ROWS, dtype=torch.int64, device=self.device)
+        self._moves = torch.zeros(2, MOVED_ROWS, dtype=torch.int64, device=self.device)
         self._tokens: list[list[int]] = []  # of each row in the cache
         self._numbers: list[int] = []  # adapter of each row
         self._at: list[int] = []  # where each row lies in the cache
@@ -197,7 +199,7 @@ class SlotRows:
 
         Each comes with its place and adapter; what is known is of ended or of running rows.
         """
-        known, sources = dict[int, int](), dict[int, tuple[int, int, int]]()
+        known, sources = dict[int, int](), dict[int, int]()  # of each place
         for i, (place, prompt, adapter) in joining.items():
             found: tuple[Layers, int] = ({}, 0)
             shareable = prefix_tokens(self.model, prompt[:-1])
@@ -211,11 +213,10 @@ class SlotRows:
             length, running = max(alike, default=(0, 0))
             known[i] = found[1]
             if length > max(found[1], MIN_PREFIX - 1):
-                known[i], sources[i] = length, (self._at[running], place, length)
+                known[i], sources[place] = length, self._at[running]
             elif found[1]:
                 self._cache.put(place, *found)
-        if sources:
-            self._move(*zip(*sources.values(), strict=True))
+        self._move([*sources.values()], [*sources])
         return known
 
     def _batches(self, prompts: Mapping[int, tuple[int, int]]) -> Iterator[list[int]]:
@@ -241,7 +242,7 @@ class SlotRows:
         """(B, last, V) logits at the ends of prompts; something is known of all, or of none."""
         tokens = max(len(row.prompt) - row.known for row in rows)
         _, width = self._shape(0, max(len(row.prompt) for row in rows))
-        count, clears = len(rows), rows[0][1] == 0
+        count, clears = len(rows), rows[0].known == 0
         columns, size = _read_columns(tokens), 1 << (count - 1).bit_length()
         records = self._has_few_shapes and not self._recurrent and last == 1
         if not records or size * columns > READ_TOKENS:
@@ -287,27 +288,28 @@ class SlotRows:
             self._read_logits = logits.new_zeros(READ_ROWS, logits.shape[1])
         self._read_logits[: len(logits)] = logits
 
-    def _move(
-        self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int] = ()
-    ) -> None:
-        """Copy rows of the cache over others; where ``lengths`` are given, so many tokens alone."""
-        given = [sources, targets, lengths] if lengths else [sources, targets]
+    def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy rows of the cache over others; masks hide what follows the tokens of the new ones.
+
+        It is finite, as the others' tokens could be drawn.
+        """
         at_once = MOVED_ROWS if self._has_few_shapes else len(sources)
         for first in range(0, len(sources), max(1, at_once)):
-            part = [list(each[first : first + at_once]) for each in given]
+            part = [list(each[first : first + at_once]) for each in (sources, targets)]
             if not self._has_few_shapes:
                 self._cache.move(*to_device(torch.tensor(part), self.device))
                 continue
             size = 1 << (len(part[0]) - 1).bit_length()
             padded = torch.tensor([[*each, *each[:1] * (size - len(each))] for each in part])
-            pairs = self._moves[: len(part), :size]
+            pairs = self._moves[:, :size]
             pairs.copy_(to_device(padded, self.device))
-            step = partial(self._cache.move, *pairs)
-            self._reads.run(("move", *pairs.shape), step, self.device)
+            self._reads.run(("move", size), partial(self._cache.move, *pairs), self.device)
 
     def _fill_gaps(self) -> None:
         """Move the last rows into places that others have left, where a step is smaller then."""
         most, _ = self._shape(len(self), 0)
+        if max(self._at, default=0) < most:
+            return
         late = [row for row, place in enumerate(self._at) if place >= most]
         gaps = sorted({*range(most)} - {*self._at})[: len(late)]
         self._move([self._at[row] for row in late], gaps)
@@ -320,9 +322,8 @@ class SlotRows:
         lengths = [*map(len, self._tokens)]
         rows, width = self._shape(len(self), max(lengths) + 1)
         self.reserve(rows, width)
-        given = torch.zeros(rows, 3, dtype=torch.int64)
-        given[self._at] = torch.tensor([*zip(lengths, self._numbers, tokens, strict=True)])
-        self._inputs[:rows].copy_(to_device(given, self.device))
+        own = zip(lengths, self._numbers, tokens, strict=True)
+        self._inputs[:rows].copy_(self._placed(own, [(0, 0, 0)] * rows))
         shape = rows, width, self._tell_columns()
         self._steps.run(shape, partial(self._advance, rows, width), self.device)
         for row, token in zip(self._tokens, tokens, strict=True):
@@ -355,14 +356,13 @@ class SlotRows:
         shapes = [self._shape(len(self), max(lengths) + step) for step in range(1, count + 1)]
         rows, _ = shapes[-1]
         self.reserve(*shapes[-1])
+        before = [number - 1 for number in numbers]
+        own = zip(lengths, self._numbers, sequences, numbers, before, strict=True)
         # Rows that hold no sequence draw for none.
-        given = torch.tensor([[0, 0, responses.capacity, 0]]).repeat(rows, 1)
-        table = zip(lengths, self._numbers, sequences, numbers, strict=True)
-        given[self._at] = torch.tensor([*table])
-        given = to_device(given, self.device)
-        self._inputs[:rows, :2].copy_(given[:, :2])
-        self._inputs[:rows, 2] = responses.last(*given[:, 2:].unbind(1))
-        self._places[:rows].copy_(given[:, 2:])
+        given = self._placed(own, [(0, 0, responses.capacity, 0, 0)] * rows)
+        self._inputs[:rows, :2] = given[:, :2]
+        self._inputs[:rows, 2] = responses.tokens_at(given[:, 2], given[:, 4])
+        self._places[:rows] = given[:, 2:4]
         shares = self._tell_columns()
         for _, width in shapes:
             step = partial(self._advance_and_draw, responses, rows, width)
@@ -374,6 +374,12 @@ class SlotRows:
         return self._own.tell(
             (at, Held(0, own if shares else at, len(own) - 1)) for at, own in rows
         )
+
+    def _placed(self, own: Iterable[tuple[int, ...]], table: list[tuple[int, ...]]) -> Tensor:
+        """(rows, n) numbers of each row at its place, and elsewhere what the table has."""
+        for place, numbers in zip(self._at, own, strict=True):
+            table[place] = numbers
+        return to_device(torch.tensor(table), self.device)
 
     def _advance_and_draw(self, responses: Responses, rows: int, width: int) -> None:
         """One token for each of the first rows, in place."""
@@ -403,7 +409,8 @@ class SlotRows:
         if not self._has_few_shapes:
             return rows, columns
         most = ROW_BUCKETS[-1]  # beyond that a power of two would take up to twice the memory
-        rows = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        bucket = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        rows = min(bucket, self._most_rows) if rows <= self._most_rows else bucket
         return rows, columns + -columns % COLUMN_BUCKET
 
     def reserve(self, rows: int, columns: int) -> None:

@@ -18,7 +18,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dschat_lora.algos.segments import Spans
 from dschat_lora.engine.distributed import planned_varlen
 
-_MODULE = "torch.nn.attention.varlen"
+_MODULE, _FLASH_3 = "torch.nn.attention.varlen", "flash_attn_interface"
+# From so many positions of a sequence on, FlashAttention 3 (arXiv:2407.08608) is worth its call.
+LONG = 4096
 # Beyond, the backward pass needs more shared memory than some of the GPUs have.
 MAX_HEAD_SIZE = 192
 # Options of layers that the kernel has, that change nothing, or that are checked below.
@@ -150,6 +152,17 @@ def kernel() -> Callable[..., Any] | None:
 
 
 @cache
+def flash_3(device: torch.device) -> Callable[..., Any] | None:
+    """FlashAttention 3 for long sequences, where it is installed and ``device`` is a Hopper GPU."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    if find_spec(_FLASH_3) is None:
+        return None
+    function: Callable[..., Any] = import_module(_FLASH_3).flash_attn_varlen_func
+    return function
+
+
+@cache
 def _options(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
@@ -184,26 +197,23 @@ def varlen_attend(
     a multiple of key heads. ``scaling`` None is ``D ** -0.5``; ``window`` counts the positions that
     a query sees, its own included.
     """
-    function = kernel()
-    assert function is not None
-    # Versions without the option always take grouped queries.
-    has_option = "enable_gqa" in _options(function)
-    grouped = {"enable_gqa": key.shape[1] != query.shape[1]} if has_option else {}
+    is_grouped, before = key.shape[1] != query.shape[1], -1 if window is None else window - 1
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if spans.keys is not None:
         key, value = (x.index_select(0, spans.keys) for x in (key, value))
-    # Where queries are fewer than keys the kernel takes them for the last ones.
-    output: Tensor = function(
-        query,
-        key,
-        value,
-        spans.query_ends,
-        spans.key_ends,
-        *spans.longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
+    # Where queries are fewer than keys the kernels take them for the last ones.
+    given = query, key, value, spans.query_ends, spans.key_ends, *spans.longest
+    long = flash_3(query.device) if spans.longest[1] >= LONG else None
+    if long is not None:
+        options = {"softmax_scale": scaling, "causal": True, "window_size": (before, 0)}
+        found: Tensor | tuple[Tensor, ...] = long(*given, **options)
+        # Versions before 3.0 proper return the log-sum-exp too.
+        return (found if isinstance(found, Tensor) else found[0])[None]
+    function = kernel()
+    assert function is not None
+    # Versions without the option always take grouped queries.
+    options = {"enable_gqa": is_grouped} if "enable_gqa" in _options(function) else {}
+    output: Tensor = function(*given, scale=scaling, window_size=(before, 0), **options)
     return output[None]
 
 

@@ -31,6 +31,7 @@ from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.engine.distributed import planned_varlen
 from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.models.attention import LONG, flash_3
 from dschat_lora.models.composite import auto_class, check_alone, text_config
 from dschat_lora.models.four_bit_base import four_bits_of, hold_four_bits, kind_of, take_kind
 from dschat_lora.models.fused import fuse_kernels, keep_plain
@@ -205,7 +206,7 @@ def _completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     on_gpu = torch.cuda.is_available() if planned is None else True
     if config.fused_kernels == "on" or (config.fused_kernels == "auto" and on_gpu):
         on_cpu = config.fused_kernels == "on"
-        mlps = planned or on_cpu or (on_gpu and runs_kernels(torch.device("cuda")))
+        mlps = on_cpu or (runs_kernels(torch.device("cuda")) if planned is None else planned)
         fuse_kernels(model, on_cpu=on_cpu, mlps=mlps)
     elif config.fused_kernels == "off":
         keep_plain(model)
@@ -256,8 +257,11 @@ def attention_errors(model_config: PretrainedConfig, config: ModelConfig) -> Ite
 
 
 def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
-    """What to tell of the kernel that ``--attn_implementation auto`` has chosen, if not sdpa."""
-    if config.attn_implementation != "auto" or model.config._attn_implementation != "eager":
+    """What to tell of the kernel that ``--attn_implementation auto`` has chosen, if not torch's."""
+    chosen = model.config._attn_implementation
+    if chosen == "sdpa" and torch.cuda.is_available() and flash_3(torch.device("cuda")) is not None:
+        return f"sequences of {LONG:,} positions and more attend by FlashAttention 3"
+    if config.attn_implementation != "auto" or chosen != "eager":
         return None
     return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
 

@@ -21,6 +21,7 @@ from dschat_lora.models.cuda_graphs import Record, Step, first_cause, has_failed
 MOST_SHAPES = 32  # that are recorded, as each takes memory; others run as they are
 _PARTS = 16  # numbers of tokens are multiples of this part of the next power of two
 _FEWEST_TOKENS, _FEWEST_SEQUENCES, _SHORTEST = 64, 8, 512
+_HEADROOM = 1.5  # of the activations, for temporaries of the passes
 Inputs = Mapping[str, Any]  # of the model below its head, as Backbone.prepare gives them
 
 
@@ -76,19 +77,21 @@ class DeviceSpans:
         """Refused: a graph would replay those of one micro-batch."""
         raise RuntimeError("a layer reads the lengths of sequences on the host")
 
-    def fill(self, spans: Spans, places: Tensor) -> None:
-        """Take other sequences, and one of the rest of the tokens, whose numbers are ``places``."""
+    def fill(self, spans: Spans, tokens: int) -> None:
+        """Take other sequences, and one of the rest of so many tokens.
+
+        Which keys the rest has does not matter: nothing reads what it attends to.
+        """
         count, keys = (sum(column) for column in zip(*spans.lengths, strict=True))
-        extra, known = len(places) - count, len(spans.query_ends)
+        known = len(spans.query_ends)
         # Sequences after that of padding have no token.
         self.query_ends[:known].copy_(spans.query_ends)
-        self.query_ends[known:].fill_(len(places))
+        self.query_ends[known:].fill_(tokens)
         if self.keys is not None:
             assert spans.keys is not None
             self.key_ends[:known].copy_(spans.key_ends)
-            self.key_ends[known:].fill_(keys + extra)
+            self.key_ends[known:].fill_(keys + tokens - count)
             self.keys[:keys].copy_(spans.keys)
-            self.keys[keys : keys + extra].copy_(places[count:])
 
 
 class Pass:
@@ -101,7 +104,7 @@ class Pass:
 
     def __init__(self, graphs: "TrainingGraphs", shape: Shape, inputs: Inputs) -> None:
         self._graphs, ids = graphs, inputs["input_ids"]
-        self._places = torch.arange(shape.tokens, device=ids.device)
+        self._tokens, self._device = shape.tokens, ids.device
         self._spans = DeviceSpans(shape, ids.device)
         self._inputs = dict(inputs) | {"spans": self._spans}
         self._rows = [name for name in ("input_ids", "position_ids") if name in inputs]
@@ -109,6 +112,7 @@ class Pass:
         self._leaves = graphs.leaves()
         self.hidden = torch.empty(0)
         self._gradient = torch.empty(0)
+        self._kept = 0  # bytes of the device after the forward pass
         self.forward: Step = self._compute
         self.backward: Step = self._differentiate
 
@@ -118,18 +122,16 @@ class Pass:
             count = inputs[name].shape[1]
             self._inputs[name][:, :count].copy_(inputs[name])
             self._inputs[name][:, count:].zero_()
-        self._spans.fill(inputs["spans"], self._places)
+        self._spans.fill(inputs["spans"], self._tokens)
 
     def record(self, record: Record) -> str | None:
         """Record both passes; what keeps them from it, if anything does.
 
         What a graph contains has to have run before: libraries set themselves up then.
         """
-        watch = run_watching if self._places.device.type == "cuda" else _run
         try:
-            place = watch(self._warm_up)
-            if place is not None:
-                return f"the model waits for the GPU at {place}"
+            if (reason := self._warm_up()) is not None:
+                return reason
             # Anew: autograd ties a leaf to the stream that it was first used on.
             self._leaves = self._graphs.leaves()
             # In one go: the memory of one is that of the other, and of no other shape.
@@ -145,9 +147,31 @@ class Pass:
         self._graphs.hold_gradients()
         self.backward()
 
-    def _warm_up(self) -> None:
-        """Both passes, which change no gradient: that of their result is 0."""
+    def _warm_up(self) -> str | None:
+        """Run both passes, which change no gradient: that of their result is 0.
+
+        Returns:
+            what keeps a GPU from recording them, if anything does.
+        """
+        device = self._device
+        if device.type != "cuda":
+            self._both()
+            return None
+        before = torch.cuda.memory_allocated(device)
+        if (place := run_watching(self._both)) is not None:
+            return f"the model waits for the GPU at {place}"
+        # A capture that runs out of memory would end all of this process.
+        kept = self._kept - before
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if free < _HEADROOM * kept:
+            return f"there is no memory for {kept / 2**30:.3g} GiB of activations"
+        return None
+
+    def _both(self) -> None:
         self._compute()
+        if self._device.type == "cuda":
+            self._kept = torch.cuda.memory_allocated(self._device)
         self._gradient = torch.zeros_like(self.hidden)
         self._differentiate()
         self.hidden = self.hidden.detach()
@@ -159,10 +183,6 @@ class Pass:
 
     def _differentiate(self) -> None:
         torch.autograd.backward(self.hidden, self._gradient, inputs=[*self._leaves.values()])
-
-
-def _run(step: Step) -> None:
-    step()
 
 
 class TrainingGraphs:

@@ -4,13 +4,14 @@ Counts are by rule from the modules: of blocks of OPT, Llama and Qwen3 what a si
 Experts count as one layer of each size, a recurrence like attention.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import nn
 
 from dschat_lora.perf.architecture import text_blocks
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import BlockShape, LinearShape, step_flops
+from dschat_lora.perf.throughput import BlockShape, LinearShape, ModelShape, step_flops
 
 # Share of a card's dense peak that training is taken to reach: measured 0.38 to 0.45 with OPT-1.3B
 # on an H200, in training and scoring.
@@ -47,25 +48,47 @@ class Launches:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Time of training on one micro-batch on a GPU, by estimate."""
+    """Time of training on a GPU by estimate: of a micro-batch, or of a step."""
 
-    work: float  # of its kernels
-    launching: float  # of the host, which runs ahead of the kernels
+    work: float  # of kernels
+    launching: float  # of the host, of each kernel that is in no CUDA graph
     replaying: float = 0.0  # of kernels in CUDA graphs, beside their work
+    blocks: int = 0  # kernels that graphs could hold, of those that are launched
+
+    def recorded(self) -> Self:
+        """The same with CUDA graphs, which hold what is between embedding and last norm."""
+        return replace(
+            self,
+            launching=self.launching - self.blocks * LAUNCH_SECONDS,
+            replaying=self.blocks * REPLAY_SECONDS,
+            blocks=0,
+        )
 
     @property
     def total(self) -> float:
-        """The longer of the host's time and the device's."""
-        return max(self.work + self.replaying, self.launching)
+        """Of all: the host launches kernels while those before them run.
+
+        Beside graphs it launches a few, in turn with them; that counts as if nothing ran then.
+        """
+        if self.replaying:
+            return self.work + self.replaying + self.launching
+        return max(self.work, self.launching)
 
 
-def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = False) -> Launches:
+def count_launches(
+    model: nn.Module,
+    *,
+    fused: bool = True,
+    recomputes: bool = False,
+    shape: ModelShape | None = None,
+) -> Launches:
     """Kernels of a transformers model whose linear layers may carry low-rank updates.
 
     Args:
         model: on any device, the meta device too.
         fused: norms and rotations as ``--fused_kernels`` computes them.
         recomputes: whether blocks run forward twice.
+        shape: as :func:`describe` gives it, where the caller has it.
 
     Raises:
         ValueError: for an architecture that is not understood.
@@ -75,14 +98,14 @@ def count_launches(model: nn.Module, *, fused: bool = True, recomputes: bool = F
     rms = _NORM if fused else _NORM_BY_PARTS
     totals, updates = [0, 0, 0], 0
     blocks = text_blocks(model).values()
-    for block, shape in zip(blocks, describe(model).blocks, strict=True):
+    for block, sizes in zip(blocks, (shape or describe(model)).blocks, strict=True):
         kinds = [type(each).__name__ for each in block.modules()]
         parts = [rms if "RMS" in kind else _LAYER_NORM for kind in kinds if "Norm" in kind]
-        forward, training, decoding = map(sum, zip(rest, *parts, _linears(shape), strict=True))
+        forward, training, decoding = map(sum, zip(rest, *parts, _linears(sizes), strict=True))
         if fused and {*block._modules} in _FORMS:
             decoding = _DECODING
         totals = [totals[0] + forward, totals[1] + training, totals[2] + decoding]
-        updates += _TRAINED * sum(x.trained and not x.adapter_trained for x in shape.linears)
+        updates += _TRAINED * sum(x.trained and not x.adapter_trained for x in sizes.linears)
     forward, training, decoding = totals
     training += forward * recomputes
     return Launches(
@@ -118,27 +141,25 @@ def pass_seconds(
     peak: float,
     recomputes: bool,
     fused: bool = True,
-    graphs: bool = False,
 ) -> PassSeconds:
     """Time of training on a micro-batch of ``tokens``, all trained on, in samples of ``length``.
 
-    ``peak`` is the card's dense TFLOP/s. With ``graphs``, CUDA graphs hold what is between
-    embedding and last norm. The model and the rest are as for :func:`count_launches`.
+    ``peak`` is the card's dense TFLOP/s. The rest is as for :func:`count_launches`.
 
     Raises:
         ValueError: for an architecture that is not understood.
     """
+    shape = describe(model)
     flops = step_flops(
-        describe(model),
+        shape,
         num_tokens=tokens,
         num_attended=tokens * (length + 1) / 2,
         num_targets=tokens,
         gradient_checkpointing=recomputes,
     )
-    launches = count_launches(model, fused=fused, recomputes=recomputes)
-    replayed = launches.blocks if graphs else 0
+    launches = count_launches(model, fused=fused, recomputes=recomputes, shape=shape)
     return PassSeconds(
         work=flops.hardware / (EFFICIENCY * peak * 1e12),
-        launching=(launches.training - replayed) * LAUNCH_SECONDS,
-        replaying=replayed * REPLAY_SECONDS,
+        launching=launches.training * LAUNCH_SECONDS,
+        blocks=launches.blocks,
     )

@@ -111,7 +111,9 @@ def estimate_memory(
     )
     chunk, head = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
     loss = chunk + head
-    backward = positions * max((_backward_bytes(model, b, width) for b in shape.blocks), default=0)
+    backward = positions * max(
+        (_backward_bytes(model, b, width) for b in set(shape.blocks)), default=0
+    )
     temporaries = max(0, backward - chunk) * has_temporaries
     # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
     update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)

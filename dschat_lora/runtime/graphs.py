@@ -15,8 +15,7 @@ from dschat_lora.models.backbone import Backbone, BackboneModel, recurrent_layer
 from dschat_lora.models.cuda_graphs import cuda_graphs
 from dschat_lora.models.training_graphs import TrainingGraphs
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, advice
-from dschat_lora.runtime.micro_batches import peak_here
+from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, advice, peak_here
 
 # Compute capabilities on which torch multiplies experts' rows without reading how many each has.
 _GROUPED = ((9, 0), (10, 0))
@@ -25,8 +24,8 @@ _GROUPED = ((9, 0), (10, 0))
 def takes_graphs(trained: TrainedModel, load: LoadConfig, *, peak: float | None) -> bool:
     """Whether ``--training_graphs`` has full micro-batches of a model replayed, memory aside.
 
-    Left to ``auto``, that is where launching the kernels takes longer than their work on a card of
-    ``peak`` dense TFLOP/s (None: not known, so neither is that).
+    Left to ``auto``, that is where it takes less time by estimate on a card of ``peak`` dense
+    TFLOP/s (None: not known, so neither is that).
     """
     if load.training_graphs == "off" or obstacle(trained, load) is not None:
         return False
@@ -35,7 +34,7 @@ def takes_graphs(trained: TrainedModel, load: LoadConfig, *, peak: float | None)
     with suppress(ValueError):  # an architecture that is not understood
         if peak is not None:
             seconds = trained.seconds(peak, fused=load.fused_kernels != "off")
-            return seconds.launching > seconds.work
+            return seconds.recorded().total < seconds.total
     return False
 
 

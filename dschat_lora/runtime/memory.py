@@ -34,8 +34,11 @@ from dschat_lora.perf.memory import (
     parameter_bytes,
     rows_of,
 )
+from dschat_lora.perf.throughput import device_peak
 
 GIB = 2**30
+# TFLOP/s of 16 bits of a GPU that no table has: they weigh launches against work.
+UNKNOWN_PEAK = 150.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class TrainedModel:
             self.model, positions=positions, compute_dtype=self.settings.torch_dtype
         )
 
-    def seconds(self, peak: float, *, fused: bool, graphs: bool = False) -> PassSeconds:
+    def seconds(self, peak: float, *, fused: bool) -> PassSeconds:
         """Time of a full micro-batch on a GPU; see :func:`pass_seconds`."""
         rows, length = self.grid(self.rows, self.length)
         return pass_seconds(
@@ -126,7 +129,6 @@ class TrainedModel:
             peak=peak,
             recomputes=self.recomputes,
             fused=fused,
-            graphs=graphs,
         )
 
     def grid(self, rows: int, length: int) -> tuple[int, int]:
@@ -178,6 +180,11 @@ class MemoryPlan:
     def to_dict(self) -> dict[str, int]:
         """The plan as JSON."""
         return asdict(self) | {"peak": self.peak}
+
+
+def peak_here(dtype: torch.dtype) -> float | None:
+    """TFLOP/s to expect of this machine's device; None on a CPU."""
+    return None if device_type() == "cpu" else device_peak(device(), dtype) or UNKNOWN_PEAK
 
 
 def plan_memory(

@@ -2,31 +2,27 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from dschat_lora.checkpoint.history import STATE_FILE
+from dschat_lora.config.groups import LoadConfig
 from dschat_lora.config.options import command_line, flatten, nested_prefix
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.engine.distributed import broadcast_string, device, device_type, rank
+from dschat_lora.engine.distributed import broadcast_string, device, rank
 from dschat_lora.models.blocks import can_recompute, offload_inputs, recompute_blocks
 from dschat_lora.models.loading import PreTrainedModel
-from dschat_lora.perf.cards import USABLE
-from dschat_lora.perf.throughput import device_peak
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.texts import duration
+from dschat_lora.runtime.graphs import takes_graphs
 from dschat_lora.runtime.memory import GIB, TrainedModel
 from dschat_lora.runtime.run import OpenRun
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 PartT = TypeVar("PartT", bound=Any)
-# TFLOP/s of 16 bits of a GPU that no table has: they weigh launches against work.
-UNKNOWN_PEAK = 150.0
 
 
 def with_values(config: PartT, values: Mapping[str, Any], prefix: str = "") -> PartT:
@@ -104,23 +100,19 @@ def fastest(
     return next((c for c in ordered if need(c) <= budget), None) or min(ordered, key=need)
 
 
-def step_seconds(
-    config: StageConfig, trained: Iterable[TrainedModel], *, peak: float, graphs: bool = False
-) -> float:
-    """Seconds of training in an optimizer step by estimate, without exchanges and optimizer."""
-    fused = flatten(config)["fused_kernels"] != "off"
-    times, total = config.batch.gradient_accumulation_steps, 0.0
-    for each in trained:
-        count = times
-        if each.tokens and "tokens_per_device" not in config.fixed:  # it divides a step of rows
-            count = -(-times * each.rows * each.length // each.tokens)
-        total += count * each.seconds(peak, fused=fused, graphs=graphs).total
-    return total
-
-
-def peak_here(dtype: torch.dtype) -> float | None:
-    """TFLOP/s to expect of this machine's device; None on a CPU."""
-    return None if device_type() == "cpu" else device_peak(device(), dtype) or UNKNOWN_PEAK
+def with_graphs(
+    trained: Iterable[TrainedModel], load: LoadConfig, *, peak: float, left: Callable[[], float]
+) -> list[TrainedModel]:
+    """The models whose passes run as CUDA graphs: asked for, or faster and in ``left`` bytes."""
+    taken = [each for each in trained if takes_graphs(each, load, peak=peak)]
+    if load.training_graphs == "on" or not taken:
+        return taken
+    found, free = [], left()
+    for each in taken:
+        free -= each.estimated().activations
+        if free >= 0:
+            found.append(each)
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,18 +120,32 @@ class StepCosts(Generic[ConfigT]):
     """What a step takes by its config, by estimate."""
 
     need: Callable[[ConfigT], int | None]  # bytes on a device; None where that is not understood
-    trained: Callable[[ConfigT], Iterable[TrainedModel]]
+    trained: Callable[[ConfigT], Collection[TrainedModel]]
+    load: LoadConfig
     peak: float | None  # TFLOP/s of the device; None: of a CPU, whose time is not estimated
+    budget: float  # bytes of the device that a step may take
 
     def seconds(self, config: ConfigT) -> float | None:
-        """Of training; None on a CPU."""
+        """Of training, without exchanges and optimizer; None on a CPU."""
         if self.peak is None:
             return None
-        return step_seconds(config, self.trained(config), peak=self.peak)
+        trained = self.trained(config)
+        times, total = config.batch.gradient_accumulation_steps, 0.0
+        recorded = with_graphs(
+            trained,
+            self.load,
+            peak=self.peak,
+            left=lambda: self.budget - (self.need(config) or 0),
+        )
+        for each in trained:
+            count = times
+            if each.tokens and "tokens_per_device" not in config.fixed:  # it divides a step of rows
+                count = -(-times * each.rows * each.length // each.tokens)
+            one = each.seconds(self.peak, fused=self.load.fused_kernels != "off")
+            total += count * (one.recorded() if each in recorded else one).total
+        return total
 
-    def fastest(
-        self, config: ConfigT, undecided: Sequence[str], budget: float, *, splits: bool
-    ) -> ConfigT:
+    def fastest(self, config: ConfigT, undecided: Sequence[str], *, splits: bool) -> ConfigT:
         """Of the same step, with ``undecided`` options of recomputation on or off."""
         longest = max(each.length * each.sequences for each in self.trained(config))
         sizes = smaller_micro_batches(config, longest=longest) if splits else ()
@@ -147,7 +153,7 @@ class StepCosts(Generic[ConfigT]):
             same_step(config, undecided, sizes),
             need=lambda config: self.need(config) or 0,
             seconds=lambda config: self.seconds(config) or 0.0,
-            budget=budget,
+            budget=self.budget,
         )
 
     def words(self, config: ConfigT) -> str:
@@ -223,13 +229,12 @@ def settle(
     stage = max(each.settings.zero_stage for each in costs.trained(base))
     whole = whole_micro_batches(config, zero_stage=stage)
     timed = costs.seconds(base) is not None
-    budget = USABLE * free
-    chosen = costs.fastest(base, undecided, budget, splits=timed and whole is None)
+    chosen = costs.fastest(base, undecided, splits=timed and whole is None)
     then, sizes, words = flatten(chosen), _sizes(base, chosen), None
     if timed and (undecided or sizes):
         words = _words_on_a_gpu(base, chosen, undecided, sizes, costs, free)
         if whole == config.rows["rows_per_step"][0]:
-            other = costs.fastest(base, undecided, budget, splits=True)
+            other = costs.fastest(base, undecided, splits=True)
             words += _words_of_a_split(chosen, other, costs)
     elif undecided and chosen != base:
         on = ", ".join(f"--{name}" for name in undecided if then[name])

@@ -227,16 +227,17 @@ def resolve_logits(
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank.
 
-    All ``networks`` are over one architecture: each has a ``model``, and ``full_logits``, which
-    says whether logits are the model's own, computed whole.
+    All ``networks`` are over one architecture: each has a ``model``, a ``backbone``, and
+    ``full_logits``, which says whether logits are the model's own, computed whole.
     """
     if head_is_linear(networks[0].model, vocab_size=vocab_size, device=device):
         return
+    recorded = any(network.backbone.graphs is not None for network in networks)
     for network in networks:
-        network.full_logits = True
+        network.full_logits, network.backbone.graphs = True, None
     run.log.say(
         "  note         this architecture transforms its logits: they are computed whole, "
-        "which takes more memory"
+        f"which takes more memory{', and without --training_graphs' if recorded else ''}"
     )
 
 

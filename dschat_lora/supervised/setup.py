@@ -37,6 +37,7 @@ from dschat_lora.models.loading import (
 )
 from dschat_lora.models.option_checks import check_divided_rows
 from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.perf.cards import USABLE
 from dschat_lora.runtime.graphs import launches_note, plan_graphs, record_training
 from dschat_lora.runtime.memory import (
     MemoryPlan,
@@ -44,9 +45,10 @@ from dschat_lora.runtime.memory import (
     explaining_memory,
     free_memory,
     memory_plan_of,
+    peak_here,
     trained_model,
 )
-from dschat_lora.runtime.micro_batches import StepCosts, peak_here, resolve_step
+from dschat_lora.runtime.micro_batches import StepCosts, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -140,7 +142,9 @@ def set_up(
     costs = StepCosts[SupervisedConfig](
         need=lambda config: estimate_memory_of(adapted, config, model_settings(config)),
         trained=lambda config: [trained_model(adapted, config, model_settings(config))],
+        load=config.model,
         peak=peak_here(settings.torch_dtype),
+        budget=USABLE * free,
     )
     models = {"gradient_checkpointing": adapted.model}
     config = resolve_step(run, models, config, costs, free=free)

@@ -216,6 +216,8 @@ def command_line(name, home, models, size):
         *["--eval_data_path", home / "held.jsonl", *COMMON],
         *["--per_device_generation_batch_size", RESPONSES // size // batches],
         *["--generation_batches", batches, "--per_device_training_batch_size", rows // size],
+        # One process decodes other numbers of responses at a time than two.
+        *(["--max_num_seqs", {"grpo": 4}.get(name, RESPONSES)] if size == 1 else []),
         *options.split(),
     ]
 

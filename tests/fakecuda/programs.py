@@ -36,11 +36,14 @@ from dschat_lora.models.loading import share_parameters
 from dschat_lora.perf.memory import estimate_memory
 from dschat_lora.perf.throughput import Meter
 from dschat_lora.report.log import RunLog
+from dschat_lora.rl.loop.memory import cache_bytes, decoding_by_memory
 from dschat_lora.runtime.graphs import record_training
+from dschat_lora.runtime.memory import MemoryPlan
 from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
 from helpers.addons import of_addon
+from helpers.roles import config_of
 from helpers.runs import NoKeeper, loader
 
 CUDA = torch.device("cuda", 0)
@@ -256,6 +259,29 @@ def decode(
             more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}
             found.append(noted(watch) | more)
         return found
+
+
+def decode_by_memory(shape, *, card, generations=8, prompt=256, answer=1024, tokens=2):
+    """A rollout of 256 responses, as many at a time as a card holds beside the weights."""
+    batch = {"per_device_generation_batch_size": 256, "num_generations": generations}
+    data = {"max_prompt_seq_len": prompt, "max_answer_seq_len": answer}
+    with fake_cuda(card) as watch:
+        watch.truth = False  # no sequence ends
+        free = torch.cuda.mem_get_info()[0]
+        model = shapes.random_model(shapes.SHAPES[shape], dtype=torch.bfloat16, device=CUDA).eval()
+        config, weights = config_of(batch=batch, data=data), watch.live
+        plan = MemoryPlan(weights, weights, 0, 0, cache_bytes(config, model))
+        config, plan = decoding_by_memory(config, plan, model, free=free)
+        rows = config.batch.rows_decoded
+        decoder = Decoder(
+            model, eos_ids=[2], pad_id=1, device=device(), largest=(rows, prompt + answer)
+        )
+        prompts = [list(range(4, 4 + prompt - n % 9)) for n in range(256 // generations)]
+        seeds = [[generations * n + k for k in range(generations)] for n in range(len(prompts))]
+        watch.start()
+        limits = [tokens] * len(prompts)
+        decoder(prompts, Sampling(answer), seeds=seeds, limits=limits, keep_logprobs=True)
+        return noted(watch) | {"rows": rows, "planned": plan.peak, "free": free}
 
 
 def refill(shape, *, layers, rows=8, requests=24, copies=4, new_tokens=48, calls=3):

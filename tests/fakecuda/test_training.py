@@ -240,3 +240,13 @@ def test_passes_of_a_shape_are_captured_once_and_replayed_from_then_on(fake_devi
     assert (graphs, replays) == ((0, 4, 0), (0, 4, 4))
     assert launches[2] <= 2 * LAUNCHED < launches[0] / 2
     assert waits_of(found) == {"read": "event"}
+
+
+@pytest.mark.thorough
+def test_passes_whose_activations_do_not_fit_twice_are_not_captured(fake_device):
+    # 8 GiB of activations, on a card of 12 GB.
+    options = {"layers": 5, "rows": 64, "steps": 3, "card": "3060"}
+    found = train(fake_device, "opt-1.3b", **options, recorded=True)
+    assert [each[1:] for each in found["by_step"]] == [[0, 0]] * 3
+    smaller = train(fake_device, "opt-1.3b", **options | {"rows": 16}, recorded=True)
+    assert smaller["by_step"][1][1:] == [4, 4]

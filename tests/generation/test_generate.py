@@ -468,6 +468,9 @@ def test_one_product_computes_all_layers_that_read_one_input(kind):
         wide = 6 if kind == "opt" else 7
         assert count.products == model.config.num_hidden_layers * (4 + wide) + 1
     assert torch.equal(before, adapted(kind)(ids).logits), "moved weights are as they were"
+    layers, stacks = adapter_layers(model).values(), linears._stacks.values()
+    second = sum(layer.lora_B.numel() for layer in layers)
+    assert sum(stack.up.numel() for stack in stacks) == second, "no zeros beside them"
 
 
 @torch.no_grad()
@@ -509,6 +512,27 @@ def test_merged_copies_give_what_layers_with_adapters_give(kind, share):
     for name, tensor in model.state_dict().items():
         if not name.endswith("lora_B"):
             assert torch.equal(tensor, before[name])
+
+
+@torch.no_grad()
+def test_merged_copies_in_16_bits_are_their_sum_in_the_mean_and_a_function_of_what_is_asked_for():
+    model, asked = adapted("opt").bfloat16(), [0]
+    linears = FastLinears(model, stacked=True, merged=True, rounding=lambda: asked[0])
+    _, layer = linears._merged[0]
+    layer.lora_B.mul_(1e-4)  # most of which rounding to the nearest would lose
+    layer.weight[0], layer.lora_B[0] = 1.0, 0.0
+    copies = []
+    for asked[0] in [*range(200), 0]:
+        with linears.in_use():
+            copies.append(linears._merged[0][0].clone())
+    assert torch.equal(copies[0], copies[200])
+    assert not torch.equal(copies[0], copies[1])
+    assert (copies[5][0] == 1).all()
+    weight, update = layer.weight.double(), layer.scaling * (layer.lora_B @ layer.lora_A).double()
+    mean, nearest = torch.stack(copies[:200]).double().mean(0), (weight + update).bfloat16()
+    parts = [((each - weight) * update).sum() / update.square().sum() for each in (mean, nearest)]
+    assert parts[0] == pytest.approx(1, abs=0.05)
+    assert parts[1] < 0.5
 
 
 @torch.no_grad()
@@ -593,11 +617,15 @@ def test_a_step_that_cannot_be_recorded_is_told_once_and_run_as_it_is(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("rows", "bucket"), [(1, 8), (8, 8), (9, 16), (100, 128), (128, 128), (129, 256)]
+    ("rows", "room", "bucket"), [(1, 8, 8), (9, 16, 8), (100, 104, 64), (264, 264, 128)]
 )
-def test_rows_come_in_few_sizes_where_a_gpu_repeats_them(rows, bucket):
+def test_rows_come_in_few_sizes_where_a_gpu_repeats_them(rows, room, bucket):
     cached, _ = rows_of(tiny_model("opt"), [[5]] * rows, Sampling(4), [[0]] * rows, buckets=True)
-    assert cached._cache.capacity == (bucket, 128)
+    assert cached._cache.capacity == (room, 128)
+    assert cached._cache.rows == room
+    assert (cached.holds(room, 128), cached.holds(room + 1, 128)) == (True, False)
+    cached.keep([n <= rows // 3 for n in range(rows)])
+    assert cached._cache.rows == bucket
 
 
 @pytest.mark.parametrize("make", [*KINDS, "mistral", "gemma3"])

@@ -1,12 +1,16 @@
 """Compares fused kernels and replayed steps with plain ones on a GPU, as JSON."""
 
+import contextlib
 import json
 import sys
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.slots import SlotRows
+from dschat_lora.lora.casts import FactorCasts
+from dschat_lora.lora.model import apply_lora, lora_layers
 from dschat_lora.models.fused import fuse_kernels
 
 SHAPE = {
@@ -52,6 +56,30 @@ def compare_values():
     return {"fp32": errors[0], "bf16": errors[1], "bf16 as it is": plain}
 
 
+def compare_adapters():
+    """Layers of one input together, and each by itself, against fp32."""
+    values = {}
+    for name, dtype, fused in (
+        ("exact", torch.float32, False),
+        ("plain", torch.bfloat16, False),
+        ("together", torch.bfloat16, True),
+    ):
+        model = llama(dtype)
+        apply_lora(model, LoraConfig(lora_dim=8), seed=0)
+        model.enable_input_require_grads()
+        for layer in lora_layers(model).values():
+            torch.nn.init.constant_(layer.lora_B, 0.01)
+        if fused:
+            fuse_kernels(model)
+        with FactorCasts(model).in_use() if fused else contextlib.nullcontext():
+            ids = torch.arange(200, device="cuda").view(2, 100)
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        factors = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+        values[name] = torch.cat(factors)
+    exact = values.pop("exact")
+    return {name: error(found, exact) for name, found in values.items()}
+
+
 def compare_steps():
     model = llama()
     fuse_kernels(model)
@@ -69,4 +97,5 @@ def compare_steps():
     return max(error(replayed, plain) for replayed, plain in zip(*logits, strict=True))
 
 
-sys.stdout.write(json.dumps(compare_values() | {"steps": compare_steps()}))
+found = compare_values() | {"steps": compare_steps(), "adapters": compare_adapters()}
+sys.stdout.write(json.dumps(found))

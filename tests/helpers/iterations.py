@@ -1,6 +1,7 @@
 """What the processes of :class:`helpers.ranks.Ranks` do: step 3 on given responses."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 
@@ -31,6 +32,7 @@ from dschat_lora.rl.score.scores import RewardFunction, Scores
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.runtime.setup import shard_model
 from helpers.plain_ppo import LONGEST
+from helpers.recorded import record, recordable
 from helpers.roles import Words, config_of, networks_of, roles_of
 from helpers.runs import engine_settings, release
 from helpers.tiny import VOCAB
@@ -120,6 +122,7 @@ def iterate(
     pad=0,
     defers=True,
     steps=None,
+    recorded=False,
 ):
     """Iterations on given responses; what each step did, as numbers and CPU tensors.
 
@@ -140,6 +143,7 @@ def iterate(
         pad: the padding token.
         defers: take old outputs from the update where a run does, instead of a pass before.
         steps: lists of responses' numbers of each step, instead of those dealt.
+        recorded: replay passes of training, within ``recordable()``.
     """
     options = dict(options)
     temperature = options.pop("temperature")
@@ -168,6 +172,7 @@ def iterate(
         for name, network in zip(("actor", "critic"), networks, strict=True)
         if network is not None
     }
+    recorders = record(*(engine.module for engine in made.values())) if recorded else []
     scorer = None if scores != "model" else made.get("critic", made["actor"])
     engines = Engines(made["actor"], made.get("critic"), scorer, temperature)
     trained = {
@@ -202,6 +207,7 @@ def iterate(
     report = {
         "iterations": reports,
         "trained": {name: gather_to_cpu(each) for name, each in trained.items()},
+        "tapes": [len(each.tapes) for each in recorders],
         "average": {} if average is None else dict(average.tensors()),
         "base_changed": [n for n, v in base_before.items() if not torch.equal(v, after[n])],
     }
@@ -212,7 +218,11 @@ def iterate(
 
 def iterate_many(runs):
     """Several runs after another, as :func:`iterate`."""
-    return [iterate(**arguments) for arguments in runs]
+    found = []
+    for arguments in runs:
+        with recordable() if arguments.get("recorded") else nullcontext():
+            found.append(iterate(**arguments))
+    return found
 
 
 def _base(roles):

@@ -207,10 +207,11 @@ def train_rlhf(argv, *, layer_by_layer=False):
     steps, texts = [], []
 
     class Watched(Updater):
-        def steps(self, *args, **kwargs):
-            for result in super().steps(*args, **kwargs):
+        def queue_steps(self, *args, **kwargs):
+            for read in super().queue_steps(*args, **kwargs):
+                result = read()
                 steps.append(_as_numbers(result))
-                yield result
+                yield lambda result=result: result
 
     def watched(function):
         def call(*args, **kwargs):

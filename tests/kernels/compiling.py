@@ -51,6 +51,13 @@ def heads(dtype):
         place_heads(*parts, inner, up, 0.5, *angles, *norms, 1e-5, *stores, where)
 
 
+def rounding(dtype):
+    from dschat_lora.kernels.rounding import FORMATS, round_at_random
+
+    if dtype in FORMATS:
+        round_at_random(torch.zeros(4096, dtype=dtype), torch.zeros(4096), 2**32 - 1)
+
+
 def norms(dtype):
     from dschat_lora.kernels.norms import rms_norm_rows
 
@@ -105,7 +112,7 @@ def rotary(dtype):
 
 
 # What calls operators with tensors of a type.
-CALLS = [low_rank, heads, norms, attention, sampling, swiglu, rotary]
+CALLS = [low_rank, heads, norms, attention, sampling, swiglu, rotary, rounding]
 
 
 def compile_all(capability, names):

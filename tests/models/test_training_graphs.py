@@ -10,43 +10,29 @@ from transformers import AutoModelForSequenceClassification
 from dschat_lora.algos.segments import make_spans
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.lora.layers import FactorCasts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models import attention, training_graphs
-from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.models.training_graphs import Shape, TrainingGraphs, shape_of
+from dschat_lora.models.training_graphs import Shape, shape_of
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 from helpers.iterations import ragged_responses
 from helpers.pairs import ragged_pairs
+from helpers.recorded import record, recordable
 from helpers.spread import ALL
-from helpers.tape import Tape
 from helpers.tiny import ragged_samples, random_model, tiny_model
-from helpers.varlen import masked_attention
+
+SIZES = {n: v for n, v in vars(training_graphs).items() if isinstance(v, int)}  # of a run
 
 
 @pytest.fixture(autouse=True)
-def on_gpu(monkeypatch):
-    """Every device has the kernel, and small micro-batches have several shapes."""
-    for module in (attention, backbone_module):
-        monkeypatch.setattr(module, "has_varlen", lambda device, dtype: True)
-    monkeypatch.setattr(attention, "kernel", lambda: masked_attention)
-    for name, value in {"_FEWEST_TOKENS": 8, "_FEWEST_SEQUENCES": 2, "_SHORTEST": 4}.items():
-        monkeypatch.setattr(training_graphs, name, value)
-
-
-class Recorder:
-    """What records on a CPU; the tapes that it made."""
-
-    def __init__(self):
-        self.tapes = []
-
-    def __call__(self, step):
-        self.tapes.append(Tape(step))
-        return self.tapes[-1]
+def on_gpu():
+    """Every device has the kernel."""
+    with recordable():
+        yield
 
 
 def adapted(model, **options):
@@ -157,29 +143,26 @@ def both(make, loss_of, batches, **options):
     In double precision: steps make more of the last digits of losses that these models have.
     """
     plain = train(make().double(), loss_of, batches, **options)
-    network, record = make().double(), Recorder()
-    network.backbone.graphs = TrainingGraphs(network.model.base_model, record)
+    network = make().double()
+    (recorder,) = record(network)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = train(network, loss_of, batches, **options)
-    return plain, found, record
+    return plain, found, recorder
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ("llama", "opt", "qwen3") if ALL else ("llama",))
 def test_steps_are_those_without_graphs(kind, case):
     make, loss_of, batches = CASES[case]
-    plain, found, record = both(partial(make, kind), loss_of, batches())
+    plain, found, recorder = both(partial(make, kind), loss_of, batches())
     torch.testing.assert_close(found, plain)
-    assert len(record.tapes) >= 4  # two shapes or more, of which each has two passes
+    assert len(recorder.tapes) >= 4  # two shapes or more, of which each has two passes
 
 
-def graphed(network, record=None):
-    """The network, whose passes are recorded on a CPU."""
-    network = network.train()
-    record = record or Recorder()
-    network.backbone.graphs = TrainingGraphs(network.model.base_model, record)
-    return network, record
+def graphed(network, by=None):
+    """The network in training, whose passes are recorded on a CPU, and what records them."""
+    return network.train(), *record(network, by=by)
 
 
 def gradients(network):
@@ -202,18 +185,20 @@ def test_recomputed_blocks_are_recorded(layers):
             recompute_blocks(network.model)
         return network
 
-    plain, found, record = both(make, text_loss, texts(packed=True))
+    plain, found, recorder = both(make, text_loss, texts(packed=True))
     torch.testing.assert_close(found, plain)
     # A backward pass that computes blocks again has the operations of both.
-    forward, backward = (len(tape.operations) for tape in record.tapes[:2])
+    forward, backward = (len(tape.operations) for tape in recorder.tapes[:2])
     assert (backward > 2 * forward) is layers
 
 
-def test_factors_that_changed_are_read_anew():
+@pytest.mark.parametrize("shares", [False, True], ids=["alone", "of one input"])
+def test_factors_that_changed_are_read_anew(monkeypatch, shares):
     """16-bit weights compute with copies of fp32 factors, which each step makes."""
+    monkeypatch.setattr("dschat_lora.lora.shared_input.runs_kernels", lambda device: shares)
     batch = SampleCollator(0)([[each] for each in ragged_samples(2, longest=9)])
     whole = [CausalLMLoss(adapted(tiny_model("llama").bfloat16())).train() for _ in range(2)]
-    _, record = graphed(whole[0])
+    _, recorder = graphed(whole[0])
     casts = [FactorCasts(each) for each in whole]
     for step in range(4):
         found = []
@@ -225,23 +210,23 @@ def test_factors_that_changed_are_read_anew():
                     if "lora_" in name:
                         parameter.add_(0.1 * (step + 1))
         torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-    assert len(record.tapes) == 2
+    assert len(recorder.tapes) == 2
 
 
 def test_copies_elsewhere_are_recorded_anew():
     batch = texts(packed=False)[0]
-    network, record = graphed(CausalLMLoss(adapted(tiny_model("llama").bfloat16())))
+    network, recorder = graphed(CausalLMLoss(adapted(tiny_model("llama").bfloat16())))
     for tapes in (2, 4):
         casts = FactorCasts(network)
         with casts.in_use():
             found = [of(network, batch) for _ in range(3)]
         torch.testing.assert_close(found[2], found[1])
-        assert len(record.tapes) == tapes
+        assert len(recorder.tapes) == tapes
 
 
 def test_weights_that_moved_are_not_read_where_they_were():
     batch = texts(packed=False)[0]
-    network, record = graphed(CausalLMLoss(adapted(tiny_model("llama"))).double())
+    network, recorder = graphed(CausalLMLoss(adapted(tiny_model("llama"))).double())
     expected, *_ = (of(network, batch) for _ in range(3))
     weight = network.model.model.layers[0].mlp.down_proj.weight
     before = weight.data
@@ -249,16 +234,16 @@ def test_weights_that_moved_are_not_read_where_they_were():
     before.fill_(torch.nan)
     for _ in range(3):
         torch.testing.assert_close(of(network, batch), expected)
-    assert len(record.tapes) == 4
+    assert len(recorder.tapes) == 4
 
 
 def test_a_pass_before_the_last_ones_backward_pass_runs_as_it_is():
     first, second = texts(packed=False)[2:4]
-    network, record = graphed(CausalLMLoss(adapted(tiny_model("llama"))).double())
+    network, recorder = graphed(CausalLMLoss(adapted(tiny_model("llama"))).double())
     expected = [of(network, batch) for batch in (first, second)]
     of(network, first)  # is recorded
     losses = [text_loss(network, batch) for batch in (first, second)]
-    assert len(record.tapes) == 2
+    assert len(recorder.tapes) == 2
     for loss, each in zip(losses, expected, strict=True):
         loss.backward()
         torch.testing.assert_close(gradients(network), each)
@@ -266,7 +251,7 @@ def test_a_pass_before_the_last_ones_backward_pass_runs_as_it_is():
     text_loss(network, first)
     calls = []
     network.backbone.graphs._passes[next(iter(network.backbone.graphs._passes))].forward = lambda: (
-        calls.append(0) or record.tapes[0]()
+        calls.append(0) or recorder.tapes[0]()
     )
     torch.testing.assert_close(of(network, first), expected[0])
     assert calls == [0]
@@ -275,7 +260,7 @@ def test_a_pass_before_the_last_ones_backward_pass_runs_as_it_is():
 def test_gradients_of_other_passes_are_added_up_with_those_of_graphs():
     first, other = texts(packed=False)[2], texts(packed=False)[7]
     plain = CausalLMLoss(adapted(tiny_model("llama"))).double().train()
-    network, record = graphed(CausalLMLoss(adapted(tiny_model("llama"))).double())
+    network, recorder = graphed(CausalLMLoss(adapted(tiny_model("llama"))).double())
     of(network, first), of(network, first)
     # The other is of a shape that comes once.
     for batches in ((other, first, first), (first,)):
@@ -283,7 +268,7 @@ def test_gradients_of_other_passes_are_added_up_with_those_of_graphs():
             for batch in batches:
                 text_loss(each, batch).backward()
         torch.testing.assert_close(gradients(network), gradients(plain))
-    assert len(record.tapes) == 2
+    assert len(recorder.tapes) == 2
 
 
 def test_a_pass_is_differentiated_once():
@@ -298,12 +283,12 @@ def test_a_pass_is_differentiated_once():
 
 def test_without_gradients_or_in_evaluation_nothing_is_recorded():
     batch = texts(packed=False)[0]
-    network, record = graphed(CausalLMLoss(adapted(tiny_model("llama"))))
+    network, recorder = graphed(CausalLMLoss(adapted(tiny_model("llama"))))
     with torch.no_grad():
         text_loss(network, batch), text_loss(network, batch)
     network.eval()
     of(network, batch), of(network, batch)
-    assert record.tapes == []
+    assert recorder.tapes == []
 
 
 def test_what_cannot_be_recorded_runs_as_it_is_and_is_said_once():
@@ -324,21 +309,21 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_is_said_once():
 
 def test_layers_that_read_lengths_on_the_host_are_not_recorded(monkeypatch):
     monkeypatch.setattr(attention, "varlen_takes", lambda *of: False)
-    network, record = graphed(CausalLMLoss(adapted(tiny_model("llama"))))
+    network, recorder = graphed(CausalLMLoss(adapted(tiny_model("llama"))))
     batch = texts(packed=False)[0]
     expected = of(network, batch)
     with pytest.warns(UserWarning, match="a layer reads the lengths of sequences on the host"):
         torch.testing.assert_close(of(network, batch), expected)
-    assert record.tapes == []
+    assert recorder.tapes == []
 
 
 def test_shapes_beyond_the_most_run_as_they_are(monkeypatch):
     monkeypatch.setattr(training_graphs, "MOST_SHAPES", 1)
-    plain, found, record = both(
+    plain, found, recorder = both(
         lambda: CausalLMLoss(adapted(tiny_model("llama"))), text_loss, texts(packed=False)
     )
     torch.testing.assert_close(found, plain)
-    assert len(record.tapes) == 2
+    assert len(recorder.tapes) == 2
 
 
 @pytest.mark.parametrize(
@@ -353,6 +338,7 @@ def test_shapes_beyond_the_most_run_as_they_are(monkeypatch):
     ],
 )
 def test_shapes_are_few(monkeypatch, lengths, expected):
-    monkeypatch.undo()
+    for name, value in SIZES.items():
+        monkeypatch.setattr(training_graphs, name, value)
     spans = make_spans([[(n,) for n in lengths]], sum(lengths))
     assert shape_of(spans, sum(lengths)) == expected

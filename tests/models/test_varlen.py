@@ -1,6 +1,7 @@
 """The GPU's way of attending, with a slow loop in place of its kernel."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,6 +183,73 @@ def test_the_kernel_is_asked_for_what_it_does_alone(options, size, fits, on_gpu)
     query = torch.zeros(1, 4, 3, size)
     assert attention.varlen_takes(query, query, query, options) is fits
     assert not attention.varlen_takes(query, query, torch.zeros(1, 4, 3, size - 8), options)
+
+
+def by_sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, **options):
+    """What FlashAttention 3 says of ``flash_attn_varlen_func``, sequence by sequence."""
+    assert options.keys() == {"softmax_scale", "window_size"}
+    assert causal is True
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert [max_seqlen_q, max_seqlen_k] == [
+        int(e.diff().max()) for e in (cu_seqlens_q, cu_seqlens_k)
+    ]
+    left, right = options["window_size"]
+    assert right == 0
+    lengths = [ends.diff().tolist() for ends in (cu_seqlens_q, cu_seqlens_k)]
+    outputs = []
+    pairs = zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
+    for parts in pairs:
+        query, key, value = (x.transpose(0, 1) for x in parts)
+        seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool)
+        earlier = key.shape[1] - query.shape[1]
+        seen = seen.tril(earlier)
+        seen = seen.triu(earlier - left) if left >= 0 else seen
+        made = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, seen, scale=options["softmax_scale"], enable_gqa=True
+        )
+        outputs.append(made.transpose(0, 1))
+    return torch.cat(outputs), torch.zeros(len(q))
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
+def test_long_sequences_attend_by_flash_attention_3(kind, on_gpu, monkeypatch):
+    calls = []
+
+    def flash(*given, **options):
+        calls.append(given[0].shape)
+        return by_sdpa(*given, **options)
+
+    slow = SlowKernel()
+    monkeypatch.setattr(attention, "kernel", lambda: slow)
+    monkeypatch.setattr(attention, "flash_3", lambda device: flash)
+    monkeypatch.setattr(attention, "LONG", 7)
+    loss, gradients = run_of(kind, checkpointing=False)
+    assert calls, "of samples up to 9 tokens"
+    assert_as_by_mask(kind, loss, gradients, monkeypatch)
+    calls.clear()
+    monkeypatch.setattr(attention, "LONG", 100)
+    run_of(kind, checkpointing=False)
+    assert not calls
+    assert slow.windows
+
+
+def test_flash_attention_3_is_for_hopper_where_it_is_installed(monkeypatch):
+    module = SimpleNamespace(flash_attn_varlen_func=by_sdpa)
+    found = {"flash_attn_interface": module}
+    for capability, installed, taken in [
+        ((9, 0), True, True),
+        ((9, 0), False, False),
+        ((8, 0), True, False),
+        ((10, 0), True, False),
+    ]:
+        attention.flash_3.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, of=capability: of)
+        monkeypatch.setattr(attention, "find_spec", lambda name, has=installed: has or None)
+        monkeypatch.setattr(attention, "import_module", found.__getitem__)
+        chosen = attention.flash_3(torch.device("cuda"))
+        assert chosen is (by_sdpa if taken else None)
+        assert attention.flash_3(torch.device("cpu")) is None
+    attention.flash_3.cache_clear()
 
 
 def test_no_cpu_and_no_32_bits_have_the_kernel():

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import pytest
 
+from dschat_lora.config.groups import LoadConfig
 from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
-from dschat_lora.perf.launches import PassSeconds
+from dschat_lora.perf.launches import LAUNCH_SECONDS, PassSeconds
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime import memory, micro_batches
 from dschat_lora.runtime.micro_batches import StepCosts, settle, smaller_micro_batches
@@ -35,9 +36,13 @@ class Model:
     def settings(self):
         return SimpleNamespace(zero_stage=self.zero_stage)
 
-    def seconds(self, peak, *, fused, graphs):
+    def seconds(self, peak, *, fused):
         rows = self.tokens // 512 if self.tokens else self.rows
-        return PassSeconds((2 + self.recomputes) * 1e-3 * rows, 5e-3)
+        kernels = 0.00475 / LAUNCH_SECONDS  # that graphs replay in a fifteenth of the time
+        return PassSeconds((2 + self.recomputes) * 1e-3 * rows, 5e-3, blocks=kernels)
+
+    def estimated(self):
+        return SimpleNamespace(activations=self.rows * GIB)
 
 
 def trained(config):
@@ -48,7 +53,9 @@ def trained(config):
     return [Model(rows, values[name] is True, tokens) for name in (CRITIC, ACTOR)]
 
 
-def decide(line, need, *, free, earlier=None, tmp_path=None, peak=None, of=None, able=True):
+def decide(
+    line, need, *, free, earlier=None, tmp_path=None, peak=None, of=None, able=True, graphs="auto"
+):
     """What ``line`` comes to on a device with ``free`` GiB, going on from ``earlier``."""
     config_class = of or (RlhfConfig if "actor" in line else SupervisedConfig)
     config = parse_config(config_class, line.split())
@@ -63,7 +70,8 @@ def decide(line, need, *, free, earlier=None, tmp_path=None, peak=None, of=None,
         found = need(on) if peak is None else need(on, trained(config)[0])
         return None if found is None else round(found * GIB)
 
-    costs = StepCosts(bytes_of, trained, peak)
+    load = LoadConfig(training_graphs=graphs)
+    costs = StepCosts(bytes_of, trained, load, peak, budget=0.9 * free * GIB)
     return settle(config, options, costs, free=round(free * GIB), able=able)
 
 
@@ -162,7 +170,7 @@ def test_rank_zero_decides_for_all(monkeypatch):
     said, record = [], {}
     run = SimpleNamespace(log=SimpleNamespace(say=said.append), record=record)
     config = parse_config(SupervisedConfig, [])
-    costs = StepCosts(lambda config: 0, trained, None)
+    costs = StepCosts(lambda config: 0, trained, LoadConfig(), None, budget=GIB)
     config = micro_batches.resolve_step(run, {ONE: None}, config, costs, free=GIB)
     assert (config.batch.per_device_train_batch_size, config.model.gradient_checkpointing) == (
         4,
@@ -197,6 +205,21 @@ def test_a_gpu_divides_a_step_as_long_as_that_is_faster_than_recomputing_it(gib,
     decided, _ = decide("", by_rows, free=gib / 0.9 + 0.001, peak=1.0)
     expected = {ONE: on} | ({ROWS: rows, TIMES: 16 // rows} if rows < 16 else {})
     assert decided == expected
+
+
+def test_graphs_count_where_a_run_takes_them_and_their_memory_is_there(monkeypatch):
+    monkeypatch.setattr(micro_batches, "takes_graphs", lambda each, load, peak: each.rows < 4)
+
+    def words(gib, graphs="auto"):
+        return decide("", by_rows, free=gib / 0.9 + 0.001, peak=1.0, graphs=graphs)
+
+    # In twos 8 x 5 ms, or with graphs 8 x (4 + 0.25 + 4.75 / 15): of 4 GiB, and 2 that graphs keep.
+    assert words(5.9)[0] == {ONE: False, ROWS: 2, TIMES: 8}
+    assert "by estimate 4 GiB and 0.04 s a step of training" in words(5.9)[1]
+    assert "by estimate 4 GiB and 0.0365 s a step of training" in words(5.9, graphs="on")[1]
+    # In ones of 3 GiB, whose graphs keep 1: 16 x 2.5 ms.
+    assert words(3.9)[0] == {ONE: True, ROWS: 4, TIMES: 4}
+    assert words(4 - 1e-3 + 0.1, graphs="on")[0][ROWS] == 2
 
 
 def test_where_nothing_fits_the_least_is_taken():

@@ -272,6 +272,15 @@ def test_steps_are_those_of_a_plain_loop_over_separate_models(usual, plainly, na
     assert_same_run(usual(name), plainly(name))
 
 
+@pytest.mark.parametrize(
+    ("name", "micro"), [("ppo", 2), *[("entropy, text and average", 2), ("grpo", 3)] * ALL]
+)
+def test_steps_of_replayed_passes_are_those_of_the_plain_loop(found, plainly, name, micro):
+    (report,) = found(name, {"recorded": True, "micro": micro})
+    assert_same_run(report, plainly(name))
+    assert min(report["tapes"]) >= 4  # of each role, two shapes or more
+
+
 def test_the_cases_clip_what_they_are_to_clip(usual):
     for name in CASES:
         steps = [step for each in usual(name)["iterations"] for step in each["steps"]]

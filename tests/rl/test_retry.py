@@ -32,6 +32,7 @@ def generator(monkeypatch, *, free=0, reserved=0, update=0, keeps=True):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     site = SimpleNamespace(
         config=parse_config(RlhfConfig, []),
+        run=SimpleNamespace(log=SimpleNamespace(say=print)),
         trained=SimpleNamespace(device=torch.device("cuda")),
         rollout=nn.Identity(),
         sharded=nn.Identity(),

@@ -229,8 +229,10 @@ def test_other_number_of_processes_keeps_responses_and_rows(
     start, copy_of, undisturbed, name, ranks
 ):
     out = copy_of(name, step=8)
-    _, running = start(name, out.parent, ranks=ranks, sizes=False)
+    decoded = ("--max_num_seqs", "4")  # of which nothing depends either
+    _, running = start(name, out.parent, *decoded, ranks=ranks, sizes=False)
     assert not any(running.wait()), running.output()
+    assert "--max_num_seqs 4 from here on, auto so far" in running.out()
     assert "a step keeps 4 rows" in running.out()
     assert "an iteration keeps 8 rows" in running.out()
     found, expected = (metrics(each, "train") for each in (out, undisturbed(name)))

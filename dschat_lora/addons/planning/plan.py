@@ -11,7 +11,7 @@ from torch import nn
 from dschat_lora.addons.planning.cards import Card
 from dschat_lora.addons.planning.published import as_planned
 from dschat_lora.algos.segments import causal_pairs
-from dschat_lora.config.groups import is_on
+from dschat_lora.config.groups import LoadConfig, is_on
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
@@ -24,7 +24,13 @@ from dschat_lora.models.composite import TextModel, unbuildable_left_out, whole_
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import tabled_peak
-from dschat_lora.perf.launches import EFFICIENCY, LAUNCH_SECONDS, REPLAY_SECONDS, count_launches
+from dschat_lora.perf.launches import (
+    EFFICIENCY,
+    LAUNCH_SECONDS,
+    REPLAY_SECONDS,
+    PassSeconds,
+    count_launches,
+)
 from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
@@ -37,6 +43,7 @@ from dschat_lora.rl.response.batch import Minibatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
+from dschat_lora.runtime.micro_batches import with_graphs
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 
 # Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was
@@ -83,6 +90,19 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """Passes of training of one model that CUDA graphs may replay."""
+
+    trained: TrainedModel
+    times: int
+
+    def kernels(self, *, fused: bool) -> int:
+        """Kernels that are replayed."""
+        model, recomputes = self.trained.model, self.trained.recomputes
+        return self.times * count_launches(model, fused=fused, recomputes=recomputes).blocks
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Work of one optimizer step of supervised training, or of one iteration of step 3."""
 
@@ -93,12 +113,23 @@ class StepTime:
     generated: int = 0  # tokens, over all processes
     decode_bytes: float = 0.0  # that one process reads while it decodes
     decode_launches: Mapping[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    passes: Sequence[Recorded] = ()  # that CUDA graphs may replay
+    load: LoadConfig = field(default_factory=LoadConfig)
+    training_bytes: int = 0  # on one device, without graphs
+
+    def recorded_on(self, card: Card) -> list[Recorded]:
+        """Passes that a run replays on a card."""
+        if (peak := peak_of(card)) is None:
+            return []
+        models, left = [each.trained for each in self.passes], card.usable_bytes
+        taken = with_graphs(models, self.load, peak=peak, left=lambda: left - self.training_bytes)
+        return [each for each in self.passes if each.trained in taken]
 
     def on(self, card: Card, *, fused: bool | None = None, graphs: bool = True) -> "Seconds | None":
         """Its time on a card, by estimate; None where the card's peak is not known.
 
         ``fused`` norms and rotations are as the options say, unless it is given. Without ``graphs``
-        each kernel of decoding is launched by the host.
+        each kernel is launched by the host.
         """
         peak = peak_of(card)
         if peak is None or card.bandwidth is None:
@@ -106,25 +137,27 @@ class StepTime:
         fused = self.fused if fused is None else fused
         kernels = self.decode_launches[fused]
         decoding = self.decode_bytes / (BANDWIDTH_SHARE * card.bandwidth) + kernels * REPLAY_SECONDS
-        return Seconds(
+        recorded = self.recorded_on(card) if graphs else []
+        replayed = sum(each.kernels(fused=fused) for each in recorded)
+        found = Seconds(
             work=self.flops / (EFFICIENCY * peak * 1e12),
             launching=self.launches[fused] * LAUNCH_SECONDS,
             decoding=decoding if graphs else max(decoding, kernels * EAGER_SECONDS),
+            blocks=replayed,
         )
+        return found.recorded()
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Time of a step or iteration; the host launches kernels while those before them run."""
+class Seconds(PassSeconds):
+    """Time of a step or iteration, in which decoding is no work that is launched."""
 
-    work: float  # of kernels, but for decoding
-    launching: float
-    decoding: float
+    decoding: float = 0.0
 
     @property
     def training(self) -> float:
         """Of everything but decoding."""
-        return max(self.work, self.launching)
+        return super().total
 
     @property
     def total(self) -> float:
@@ -157,6 +190,13 @@ class StagePlan:
         return replace(self, config=config)
 
     @property
+    def load(self) -> LoadConfig:
+        """How its models are loaded, and which kernels they have."""
+        config: Any = self.config
+        found: LoadConfig = config.load if isinstance(config, RlhfConfig) else config.model
+        return found
+
+    @property
     def trained(self) -> dict[str, TrainedModel]:
         """The models that train, by role."""
         if isinstance(self.models, Roles):
@@ -182,7 +222,7 @@ class StagePlan:
     @property
     def phases(self) -> dict[str, int]:
         """The most bytes on one device in each phase; see :attr:`memory`."""
-        plan = self._memory_plan()
+        plan = self.memory_plan
         beside = sum(self.beside.values())
         if not isinstance(self.models, Roles):
             return {TRAINING: plan.updating + beside}
@@ -219,9 +259,11 @@ class StagePlan:
             roles[name] = _role_memory(name, each.model, seen, trained, settings)
             seen |= {id(p) for p in each.model.parameters()}
         roles |= {name: RoleMemory(size, 0) for name, size in self.beside.items()}
-        return StageMemory(roles, self.phases, self._memory_plan().cache)
+        return StageMemory(roles, self.phases, self.memory_plan.cache)
 
-    def _memory_plan(self) -> MemoryPlan:
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """The plan of the run's memory; a ValueError says what of its models is not understood."""
         if self.config not in self.known:
             if isinstance(self.models, Roles):
                 plan = memory_plan(self.config, self.models, self.settings)
@@ -248,8 +290,10 @@ class StagePlan:
         """Work of a step or iteration whose rows are all full, and all their tokens trained on."""
         config = self.config
         if isinstance(self.models, Roles):
-            return _iteration_time(config, self.models)
-        return _step_time(config, self.trained["model"])
+            found = _iteration_time(config, self.models, self.trained)
+        else:
+            found = _step_time(config, self.trained["model"])
+        return replace(found, load=self.load, training_bytes=self.phases[TRAINING])
 
 
 def build_plan(config: Any, home: Path) -> StagePlan:
@@ -341,12 +385,15 @@ def _step_time(config: SupervisedConfig, trained: TrainedModel) -> StepTime:
         flops.hardware / config.parallel.processes_per_share,
         {fused: launches(fused) for fused in (True, False)},
         fused=config.model.fused_kernels != "off",
+        passes=[Recorded(trained, config.batch.gradient_accumulation_steps)],
     )
 
 
-def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
+def _iteration_time(
+    config: RlhfConfig, roles: Roles, trained: Mapping[str, TrainedModel]
+) -> StepTime:
     batch, data = config.batch, config.data
-    count = batch.per_device_generation_batch_size * batch.generation_batches
+    count = batch.responses
     prompt, answer = (0,) * data.max_prompt_seq_len, (0,) * data.max_answer_seq_len
     responses = [Response(prompt, answer, ended=True, group=0)] * count
     checkpointed = {n: is_on(getattr(config, n).gradient_checkpointing) for n in roles.trained}
@@ -354,7 +401,7 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
         roles.models,
         checkpointed=checkpointed,
         num_generations=batch.num_generations,
-        batch_size=batch.per_device_generation_batch_size,
+        batch_size=batch.rows_decoded,
     )
     at_once = batch.per_device_training_batch_size
     rows = min(count, at_once * batch.gradient_accumulation_steps)  # of a step
@@ -379,7 +426,7 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
         skips_padding=True,
     )
     ranks, both, actor = config.parallel.tensor_parallel_size, (True, False), roles.actor.model
-    decode_steps = data.max_answer_seq_len * batch.generation_batches
+    decode_steps = data.max_answer_seq_len * -(-count // batch.rows_decoded)
 
     def launches(fused: bool) -> int:
         total = 0.0
@@ -398,6 +445,10 @@ def _iteration_time(config: RlhfConfig, roles: Roles) -> StepTime:
         generated=count * data.max_answer_seq_len * data_world_size(),
         decode_bytes=work.decode_bytes / ranks,
         decode_launches={f: decode_steps * count_launches(actor, fused=f).decoding for f in both},
+        passes=[
+            Recorded(each, num_steps * per_step * config.ppo.ppo_epochs)
+            for each in trained.values()
+        ],
     )
 
 

@@ -30,6 +30,8 @@ from dschat_lora.data.audit import DataAudit
 from dschat_lora.perf.launches import EFFICIENCY
 from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 from dschat_lora.report.texts import duration, operations
+from dschat_lora.rl.learn.roles import Roles
+from dschat_lora.rl.loop.memory import rollout_words
 
 GIB = 2**30
 COMMON_CARDS = ("H200", "A100", "RTX 4090", "T4")
@@ -89,6 +91,7 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "parameters": {"total": total, "trainable": trained},
         "roles": {name: asdict(role) for name, role in plan.memory.roles.items()},
         "cache": plan.memory.cache,
+        **_rollouts(plan),
         "phases": plan.memory.phases,
         "peak": plan.memory.peak,
         "recomputation": {
@@ -108,6 +111,12 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "expected": [asdict(each) for each in expected_speeds(time, card)],
         "data": planned.data.to_dict() if isinstance(planned.data, DataAudit) else planned.data,
     }
+
+
+def _rollouts(plan: StagePlan) -> dict[str, int]:
+    """Responses that a device decodes at a time, of a stage that decodes."""
+    is_rlhf = isinstance(plan.models, Roles)
+    return {"max_num_seqs": plan.config.batch.rows_decoded} if is_rlhf else {}
 
 
 def lines(planned: Planned) -> Iterator[str]:
@@ -132,13 +141,7 @@ def lines(planned: Planned) -> Iterator[str]:
 
     rows = [[name, *(cell(role, column) for column in columns)] for name, role in roles.items()]
     yield from [*table(["GiB", *columns], rows), ""]
-    yield wrapped(f"  memory       {_peak_words(plan)}")
-    kept, again = (
-        _cost_words(with_recomputation(plan, on), card)
-        for on in ((), recomputing_options(plan.config))
-    )
-    yield wrapped(f"  recomputed   {kept} where activations are kept, {again} where recomputed")
-    yield from _left_out_lines(plan)
+    yield from _memory_lines(plan, card)
     if card is not None:
         yield wrapped(f"  device       {_device_words(planned, card)}")
     if planned.better is not None:
@@ -149,8 +152,7 @@ def lines(planned: Planned) -> Iterator[str]:
         yield wrapped(f"  largest      {most}")
     yield wrapped(f"  time         {_time_words(planned)}")
     time = (planned.better or plan).time
-    if bound := launch_words(planned, time):
-        yield wrapped(f"  launches     {bound}")
+    yield from _launch_lines(planned, time)
     yield from _speed_lines(expected_speeds(time, card))
     if planned.data is not None:
         yield ""
@@ -170,8 +172,18 @@ def _cost_words(plan: StagePlan, card: Card | None) -> str:
     return f"{_gib(plan.memory.peak)} GiB{time}"
 
 
-def _left_out_lines(plan: StagePlan) -> Iterator[str]:
-    """What a composite model has beside text, which the plan does not count."""
+def _memory_lines(plan: StagePlan, card: Card | None) -> Iterator[str]:
+    """The most that it takes, recomputed or not, and of that what decodes; what is left out."""
+    yield wrapped(f"  memory       {_peak_words(plan)}")
+    if isinstance(plan.models, Roles):
+        words = rollout_words(plan.config, plan.memory_plan, plan.models.actor.model)
+        yield wrapped(f"  rollouts     {words}")
+    kept, again = (
+        _cost_words(with_recomputation(plan, on), card)
+        for on in ((), recomputing_options(plan.config))
+    )
+    yield wrapped(f"  recomputed   {kept} where activations are kept, {again} where recomputed")
+    # What a composite model has beside text is not counted.
     if not plan.beside and (left_out := plan.left_out) is not None:
         names, size = left_out
         yield wrapped(
@@ -251,8 +263,8 @@ def _time_words(planned: Planned) -> str:
     if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
         tokens = planned.data.tokens * config.optim.num_train_epochs
         whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
-    how = f"at {EFFICIENCY:.0%} of the card's peak"
-    if found.launching > found.work:
+    how = f"at {EFFICIENCY:.0%} of the card's peak{' and with CUDA graphs' * (found.replaying > 0)}"
+    if found.launching > found.work and not found.replaying:
         how = "as fast as kernels are launched"
     per_million = duration(1e6 / time.tokens * seconds)
     return (
@@ -268,6 +280,7 @@ class Speed:
     device: str
     training: float  # of a step or iteration but for decoding, in all of its tokens
     training_unfused: float  # with --fused_kernels off
+    training_without_graphs: float
     decoding: float | None  # of responses; None where a stage has none
     decoding_without_graphs: float | None
 
@@ -287,6 +300,7 @@ def expected_speeds(time: StepTime, card: Card | None) -> list[Speed]:
                 each.name,
                 time.tokens / as_is.training,
                 time.tokens / unfused.training,
+                time.tokens / eager.training,
                 time.generated / as_is.decoding if decodes else None,
                 time.generated / eager.decoding if decodes else None,
             )
@@ -304,10 +318,29 @@ def launch_words(planned: Planned, time: StepTime) -> str | None:
     )
 
 
+def _launch_lines(planned: Planned, time: StepTime) -> Iterator[str]:
+    """What helps where launching takes the time, and what graphs of training give and take."""
+    if bound := launch_words(planned, time):
+        yield wrapped(f"  launches     {bound}")
+    recorded = [] if planned.card is None else time.recorded_on(planned.card)
+    if planned.card is not None and recorded:
+        kept = sum(each.trained.estimated().activations for each in recorded)
+        eager = time.on(planned.card, graphs=False)
+        assert eager is not None
+        yield wrapped(
+            f"  graphs       passes of training run as CUDA graphs, which keep {_gib(kept)} GiB "
+            f"more; --training_graphs off: {duration(eager.total)} and "
+            f"{time.tokens / eager.total:,.0f} tokens/s"
+        )
+
+
 def _speed_lines(speeds: Sequence[Speed]) -> Iterator[str]:
     decodes = any(each.decoding is not None for each in speeds)
-    columns = ["tokens/s, estimated", "training", "not fused"]
-    rows = [[s.device, f"{s.training:,.0f}", f"{s.training_unfused:,.0f}"] for s in speeds]
+    columns = ["tokens/s, estimated", "training", "not fused", "no graphs"]
+    rows = []
+    for each in speeds:
+        training = (each.training, each.training_unfused, each.training_without_graphs)
+        rows.append([each.device, *(f"{number:,.0f}" for number in training)])
     if decodes:
         columns += ["decoding", "no graphs"]
         for row, each in zip(rows, speeds, strict=True):

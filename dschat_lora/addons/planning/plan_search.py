@@ -35,8 +35,12 @@ from dschat_lora.engine.distributed import planned_processes
 from dschat_lora.models.loading import load_tokenizer, only_errors
 from dschat_lora.models.option_checks import shapes_alone
 from dschat_lora.models.source import find_model
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.rl.learn.roles import Roles
+from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.micro_batches import UNKNOWN_PEAK, StepCosts, whole_micro_batches
+from dschat_lora.runtime.memory import UNKNOWN_PEAK
+from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches
 from dschat_lora.runtime.setup import prepare_data
 
 # Of no consequence for memory; what they name need not be there.
@@ -219,12 +223,13 @@ class BatchOptions:
 
     phase: str
     size: str
-    times: str
+    times: str = ""  # none of decoding, which goes on until all responses are drawn
     multiple_of: int = 1
 
     def at_once(self, plan: StagePlan) -> int:
         """Rows at a time."""
-        return int(getattr(plan.config.batch, self.size))
+        batch = plan.config.batch
+        return int(batch.rows_decoded if self.phase == GENERATION else getattr(batch, self.size))
 
     def changed(self, plan: StagePlan, rows: int, times: int | None = None) -> StagePlan:
         """The plan with so many rows at a time."""
@@ -235,19 +240,19 @@ class BatchOptions:
 
     def of_one_step(self, plan: StagePlan) -> Iterator[StagePlan]:
         """The same step in ever smaller micro-batches, beginning with the present one."""
+        yield plan
         now = self.at_once(plan)
-        total = now * getattr(plan.config.batch, self.times)
-        for rows in range(now, 0, -1):
+        total = now * getattr(plan.config.batch, self.times) if self.times else 0
+        for rows in range(now - 1, 0, -1):
             if total % rows == 0 and rows % self.multiple_of == 0:
-                yield self.changed(plan, rows, total // rows)
+                yield self.changed(plan, rows, total // rows if self.times else None)
 
 
 def batch_options(config: Any) -> list[BatchOptions]:
     """What sizes micro-batches, by phase; none where tokens do."""
     if isinstance(config, RlhfConfig):
         batch = config.batch
-        decoding = "per_device_generation_batch_size"
-        found = [BatchOptions(GENERATION, decoding, "generation_batches", batch.num_generations)]
+        found = [BatchOptions(GENERATION, "max_num_seqs", multiple_of=batch.num_generations)]
         if not batch.tokens_per_device:
             size = "per_device_training_batch_size"
             found.append(BatchOptions(TRAINING, size, "gradient_accumulation_steps"))
@@ -265,7 +270,17 @@ def resolved(plan: StagePlan, card: Card | None) -> StagePlan:
         return given
     stage = max(each.zero_stage for each in plan.settings.values())
     splits = whole_micro_batches(plan.config, zero_stage=stage) is None
-    return _fastest(given, undecided, card, splits=splits)
+    return with_rows_by_memory(_fastest(given, undecided, card, splits=splits), card)
+
+
+def with_rows_by_memory(plan: StagePlan, card: Card) -> StagePlan:
+    """The plan with as many responses decoded at a time as a run chooses on a card."""
+    if not isinstance(plan.models, Roles):
+        return plan
+    free = int((card.usable_bytes - sum(plan.beside.values())) / USABLE)
+    memory, _ = unpacking_for_rollouts(plan.memory_plan, plan.models, free=free)
+    config, _ = decoding_by_memory(plan.config, memory, plan.models.actor.model, free=free)
+    return plan.changed(config)
 
 
 def _fastest(plan: StagePlan, undecided: Sequence[str], card: Card, *, splits: bool) -> StagePlan:
@@ -273,9 +288,11 @@ def _fastest(plan: StagePlan, undecided: Sequence[str], card: Card, *, splits: b
     costs = StepCosts[Any](
         need=lambda config: plan.changed(config).phases[TRAINING],
         trained=lambda config: plan.changed(config).trained.values(),
+        load=plan.load,
         peak=peak_of(card) or UNKNOWN_PEAK,
+        budget=card.usable_bytes,
     )
-    return plan.changed(costs.fastest(plan.config, undecided, card.usable_bytes, splits=splits))
+    return plan.changed(costs.fastest(plan.config, undecided, splits=splits))
 
 
 def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:
@@ -356,10 +373,10 @@ def _sharing(config: Any, processes: int, *, has_bits: bool) -> Iterator[dict[st
 
 
 def _in_smaller_batches(plan: StagePlan, card: Card) -> StagePlan | None:
-    """The plan in micro-batches, and generation batches, that fit; None where none do."""
+    """The plan in micro-batches, and rows that decode, that fit; None where none do."""
     on, undecided = recomputation(plan)
     plan = _fastest(with_recomputation(plan, on), undecided, card, splits=True)
-    usable = card.usable_bytes
+    plan, usable = with_rows_by_memory(plan, card), card.usable_bytes
     for rows in batch_options(plan.config):
         if rows.phase == GENERATION:
             fitting = (p for p in rows.of_one_step(plan) if p.phases[GENERATION] <= usable)

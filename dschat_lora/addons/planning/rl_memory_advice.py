@@ -101,6 +101,8 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool) -> list[Remedy]:
     offloaded = dict.fromkeys(kept, True) | {"offload_activations": True}
     tokens = [batch.tokens_per_device // n for n in (2, 4, 8)]
     rows = _fewer("per_device_training_batch_size", "gradient_accumulation_steps", batch)
+    fewer = range(batch.rows_decoded - 1, 0, -1)
+    decoded = [{"max_num_seqs": n} for n in fewer if n % batch.num_generations == 0]
     if batch.tokens_per_device:
         rows = [{"tokens_per_device": n} for n in tokens if n >= data.max_seq_len]
     adapted = all(each.lora_dim > 0 for each in config.trained.values())
@@ -109,16 +111,7 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool) -> list[Remedy]:
     table: list[tuple[bool, str, Sequence[Change]]] = [
         (keeps_cache, "free what decoding keeps", [{"release_inference_cache": True}]),
         (True, "compute fewer rows at once", rows),
-        (
-            True,
-            "decode fewer responses at once",
-            _fewer(
-                "per_device_generation_batch_size",
-                "generation_batches",
-                batch,
-                multiple_of=batch.num_generations,
-            ),
-        ),
+        (True, "decode fewer responses at once", decoded),
         (
             not config.parallel.offload_activations,
             "recompute activations" if kept else "keep inputs of blocks in host memory",
@@ -135,11 +128,11 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool) -> list[Remedy]:
     return [Remedy(words, changes) for applies, words, changes in table if applies and changes]
 
 
-def _fewer(size: str, times: str, batch: RolloutConfig, *, multiple_of: int = 1) -> list[Change]:
+def _fewer(size: str, times: str, batch: RolloutConfig) -> list[Change]:
     """As many rows in smaller batches, the largest first."""
     now = getattr(batch, size)
     total = now * getattr(batch, times)
-    fitting = (n for n in range(now - 1, 0, -1) if total % n == 0 and n % multiple_of == 0)
+    fitting = (n for n in range(now - 1, 0, -1) if total % n == 0)
     return [{size: fewer, times: total // fewer} for fewer in fitting]
 
 

@@ -44,7 +44,7 @@ class Generator:
         batch_size: int,
         find_end: Callable[[Sequence[int]], int | None] = lambda tokens: None,
     ) -> None:
-        """Prepare to draw ``batch_size`` responses at a time, by engines that do not take all.
+        """Prepare to play ``batch_size`` responses at a time where the player takes no more.
 
         ``find_end`` says after how many tokens the text of a turn ends, if it does.
         """
@@ -80,9 +80,8 @@ class Generator:
         tasks = _tasks(prompts, num_generations)
         found: list[Response] = []
         with self.engine.decoding(cuts=needed is not None) as (begin, at_a_time):
-            if at_a_time is not None or self.player.in_batches:
-                at_a_time = self._batch_size // num_generations
-            at_a_time = max(1, len(order) if at_a_time is None else at_a_time)
+            rows = self._batch_size if self.player.in_batches else at_a_time
+            at_a_time = max(1, len(order) if rows is None else rows // num_generations)
             for first in range(0, len(order[:: data_world_size()]), at_a_time):
                 numbers = mine[first : first + at_a_time]
                 draw = self._draw(begin, sampling, key, num_generations, keep_logprobs)

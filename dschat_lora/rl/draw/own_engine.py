@@ -50,14 +50,19 @@ class OwnEngine(Drawing):
 
     At ZeRO 3 the weights are gathered once for a whole rollout if the free memory holds them, else
     layer by layer at every token. What a GPU needs for decoding stays in its memory between
-    rollouts where the site's plan says so, as long as an update has room beside it.
+    rollouts where the site's plan says so, as long as an update has room beside it. Where as many
+    rows as by memory do not fit all the same, half of them decode, once a rollout.
     """
 
     def __init__(self, site: EngineSite) -> None:
         batch, plan = site.config.batch, site.plan
         self._trained, self._sharded = site.trained, site.sharded
         self._rollout = site.rollout.eval()
-        self._batch_size, self._has_turns = batch.rows_decoded, bool(site.config.players)
+        self._at_a_time, self._columns = batch.rows_decoded, cache_columns(site.config)
+        self._num_generations, self._has_turns = batch.num_generations, bool(site.config.players)
+        self._by_memory, self._say = batch.rows_that_fit is not None, site.run.log.say
+        # Ranks that divide a model among them would have to narrow together.
+        self._is_whole, self._may_narrow = site.config.parallel.tensor_parallel_size == 1, False
         self._keeps_memory = plan is not None and plan.keeps_cache
         self._update_bytes = 0 if plan is None else plan.update
         self._decoders = dict[int, Decoder]()
@@ -66,8 +71,9 @@ class OwnEngine(Drawing):
             eos_ids=site.ends,
             pad_id=site.pad_id,
             device=site.trained.device,
-            largest=(self._batch_size, cache_columns(site.config)),
             merged=batch.merge_for_rollouts,
+            rounding=lambda: (site.config.run.seed, site.version()),
+            refill_share=batch.refill_share,
             unpacked=site.unpacked,
             retains=self._has_turns,
         )
@@ -83,24 +89,65 @@ class OwnEngine(Drawing):
             with self._weights() as (model, keep_going):
                 if id(model) not in self._decoders:
                     check_cache(model)
-                    self._decoders[id(model)] = self._make_decoder(model)
-                decoder = self._decoders[id(model)]
-                refills = decoder.refills and not (keep_going or cuts or self._has_turns)
+                refills = not (keep_going or cuts or self._has_turns)
+                refills = refills and self._decoder(model).refills
+                before = self._at_a_time
+                self._may_narrow = refills and self._by_memory and self._is_whole
 
                 def begin(
                     *args: Any, keep_logprobs: bool = False, **options: Any
                 ) -> Pending[list[DecodedTurn]]:
                     options |= {"keep_logprobs": keep_logprobs, "keep_going": keep_going}
-                    found = decoder(*args, **options)
+                    found = self._draw(model, *args, **options)
                     return lambda: decoded_turns(found, keep_logprobs)
 
-                yield begin, None if refills else self._batch_size
+                yield begin, None if refills else self._at_a_time
+            if self._by_memory:
+                self._narrow_together(before)
         except torch.OutOfMemoryError as error:
             raise FullWhileDecodingError(str(error)) from error
         finally:
             if not self._keeps_memory:
                 for each in self._decoders.values():
                     each.release()
+                if self._by_memory:  # it may have been most of the memory
+                    torch.cuda.empty_cache()
+
+    def _decoder(self, model: PreTrainedModel) -> Decoder:
+        if id(model) not in self._decoders:
+            largest = self._at_a_time, self._columns
+            self._decoders[id(model)] = self._make_decoder(model, largest=largest)
+        return self._decoders[id(model)]
+
+    def _draw(self, model: PreTrainedModel, *args: Any, **options: Any) -> Responses:
+        """Responses, by half of the rows where all of them do not fit."""
+        group = self._num_generations
+        rows = self._at_a_time // 2 // group * group
+        try:
+            return self._decoder(model)(*args, **options)
+        except torch.OutOfMemoryError:
+            if not (self._may_narrow and rows):
+                raise
+        # The error is gone, and with it the frames that held what was computed.
+        self._may_narrow = False
+        self._narrow(rows)
+        return self._decoder(model)(*args, **options)
+
+    def _narrow_together(self, before: int) -> None:
+        """Decode as few at a time as the rank that decodes fewest; on every rank."""
+        rows = -int(max_over_ranks(-float(self._at_a_time)))
+        self._narrow(rows)
+        if rows < before:
+            self._say(
+                f"  note         a GPU was full with {before} responses decoded at a time: {rows} "
+                "are from here on, which changes none of them"
+            )
+
+    def _narrow(self, rows: int) -> None:
+        """Decode so many responses at a time from here on."""
+        if rows < self._at_a_time:
+            self._at_a_time = rows
+            self._free()
 
     @contextmanager
     def _weights(self) -> Iterator[tuple[PreTrainedModel, KeepGoing | None]]:
@@ -123,6 +170,9 @@ class OwnEngine(Drawing):
     def release(self) -> None:
         """Free what is kept, from here on after every rollout."""
         self.released, self._keeps_memory = True, False
+        self._free()
+
+    def _free(self) -> None:
         self._decoders.clear()
         gc.collect()
         if self._trained.device.type == "cuda":

@@ -140,8 +140,7 @@ class Draws:
 
 def prompts_per_iteration(batch: RolloutConfig) -> int:
     """Prompts of an iteration over all processes."""
-    responses = batch.per_device_generation_batch_size * batch.generation_batches
-    return responses * data_world_size() // batch.num_generations
+    return batch.responses * data_world_size() // batch.num_generations
 
 
 def check_others(config: RlhfConfig, num_prompts: int) -> None:

@@ -1,23 +1,31 @@
 """Memory of step 3: a plan of roles, moving average and decoding cache."""
 
+from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size, device, device_type, max_over_ranks
+from dschat_lora.generation.batch_state import COLUMN_BUCKET, ROW_BUCKETS
 from dschat_lora.lora.layers import LoraLinear, is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import cached_token_bytes, largest_unpacked, parameter_bytes
+from dschat_lora.perf.shape import chains_of, describe
 from dschat_lora.rl.draw.own_engine import cache_columns
 from dschat_lora.rl.learn.roles import Models, Roles
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.graphs import plan_graphs
 from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, offloads_inputs, plan_memory
+
+# Of a logit while a token is drawn: fp32, its probability, the sum up to it in fp64, and twice as
+# it is taken for log-probabilities.
+_LOGIT_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -30,13 +38,17 @@ class Costs:
     recorded: list[str] = field(default_factory=list)  # roles whose passes run as CUDA graphs
 
 
-def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
-    """The costs of roles that are not yet sharded, on devices with so many ``free`` bytes."""
+def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> tuple[RlhfConfig, Costs]:
+    """The config with the responses decoded at a time, and the costs of roles not yet sharded.
+
+    Devices have so many ``free`` bytes. Call on every rank.
+    """
     roles, settings, counter = models.roles, models.settings, None
     trained = trained_models(config, roles, settings)
     plan = memory_plan(config, roles, settings)
     plan, recorded = plan_graphs(plan, trained, config.load, free=free)
     plan, unpacked = unpacking_for_rollouts(plan, roles, free=free)
+    config, plan = decoding_by_memory(config, plan, roles.actor.model, free=free)
     with suppress(ValueError):  # the start-up says why
         counter = FlopCounter(
             roles.models,
@@ -49,7 +61,76 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> Costs:
             compares=_logit_bytes(config) is not None,
         )
     kept = keeping_cache(plan, config, settings, free=free)
-    return Costs(kept, unpacked, counter, recorded)
+    return config, Costs(kept, unpacked, counter, recorded)
+
+
+def decoding_by_memory(
+    config: RlhfConfig, plan: MemoryPlan | None, model: nn.Module, *, free: int
+) -> tuple[RlhfConfig, MemoryPlan | None]:
+    """The config with as many responses decoded at a time as fit beside the rest of its plan.
+
+    They are those of an iteration at most, in whole groups; on every rank as many as on the
+    fullest. Nothing changes where ``--max_num_seqs`` is a number, or auto goes by the batch.
+    """
+    batch = config.batch
+    goes_by_batch = batch.max_num_seqs != "auto" or batch.oversample > 1 or config.players
+    own = batch.engine.decodes_actor and not batch.engine.batches_itself
+    if plan is None or device_type() != "cuda" or goes_by_batch or not own:
+        return config, plan
+    if any(block.has_state for block in describe(model).blocks):
+        return config, plan  # a row's states have a size that is not known
+
+    def decoding(rows: int) -> tuple[RlhfConfig, MemoryPlan]:
+        changed = replace(config, batch=replace(batch, rows_that_fit=rows))
+        more = cache_bytes(changed, model) - cache_bytes(config, model)
+        return changed, replace(plan, cache=plan.cache + more)
+
+    def is_full(groups: int) -> bool:
+        rows = groups * batch.num_generations
+        kept = plan.weights + plan.training + decoding(rows)[1].cache
+        # Half of what estimates leave is for these, half for what the allocator loses.
+        passes = passes_bytes(config, model, rows=rows)
+        return kept > USABLE * free or kept + passes > (1 + USABLE) / 2 * free
+
+    most = batch.responses // batch.num_generations
+    fitting = bisect_left(range(1, most + 1), True, key=is_full)
+    fitting = -int(max_over_ranks(-float(fitting)))
+    return decoding(batch.num_generations * max(1, fitting))
+
+
+def passes_bytes(config: RlhfConfig, model: Any, *, rows: int) -> int:
+    """Most bytes that passes of decoding take for themselves, with so many rows.
+
+    The prompts of a batch are read at once: each position has what the readers of an MLP give, its
+    activation and product, and four tensors of the hidden size; each pair two numbers of a mask.
+    A token is drawn from logits, probabilities and their sums, and has log-probabilities.
+    """
+    shape, width, length = describe(model), model.dtype.itemsize, config.data.max_prompt_seq_len
+    group = group_of(model)
+    widest = max(
+        sum(x.uses * x.out_features for x in readers) + 2 * down.uses * down.in_features
+        for block in shape.blocks
+        for *readers, down in chains_of(block.mlp)
+    )
+    position = widest / (1 if group is None else group.size) + 4 * shape.hidden_size
+    # An evaluation has one response to a prompt.
+    prompts = max(rows // config.batch.num_generations, min(rows, config.eval_prompts))
+    of_prompts = prompts * length * width * (position + 2 * length)
+    return round(of_prompts) + rows * shape.vocab_size * _LOGIT_BYTES
+
+
+def rollout_words(config: RlhfConfig, plan: MemoryPlan | None, model: nn.Module) -> str:
+    """How many responses a device decodes at a time, and why, for the log."""
+    batch = config.batch
+    words = f"{batch.rows_decoded:,} of {batch.responses:,} responses at a time"
+    if batch.rows_that_fit is None or plan is None:
+        return words
+    cache = cache_bytes(config, model)
+    beside = plan.weights + plan.training + plan.cache - cache
+    return (
+        f"{words} (--max_num_seqs auto: {cache / GIB:.3g} GiB of keys and values fit beside "
+        f"{beside / GIB:.3g} GiB of weights and the like)"
+    )
 
 
 def memory_plan(
@@ -142,14 +223,18 @@ def keeping_cache(
 def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
     """Bytes on one device of what draws responses: of our own keys and values, those at a time.
 
-    With turns, a CPU has those of two at a time, of which one reads the other.
+    A GPU has room for 8 rows and :data:`COLUMN_BUCKET` columns more at a time. With turns, a CPU
+    has those of two batches, of which one reads the other.
 
     Raises:
         ValueError: for an architecture that is not understood.
     """
     if not config.batch.engine.decodes_actor:
         return config.batch.engine.bytes_beside_training(config)
-    tokens = config.batch.rows_decoded * cache_columns(config)
+    rows, columns = config.batch.rows_decoded, cache_columns(config)
+    if device_type() == "cuda":
+        rows, columns = rows + -rows % ROW_BUCKETS[0], columns + -columns % COLUMN_BUCKET
+    tokens = rows * columns
     if config.players and device_type() == "cpu":
         tokens *= 2
     group = group_of(model)

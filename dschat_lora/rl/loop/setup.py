@@ -15,6 +15,7 @@ from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import Tokenizer, attention_note, load_config, load_tokenizer
 from dschat_lora.models.option_checks import position_limit
+from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.draw.player import AsksForColumns, OneTurn, Player
 from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.reference import ActorAsItWas, Answers, Reference
@@ -23,6 +24,7 @@ from dschat_lora.rl.loop.memory import (
     Costs,
     memory_plan,
     plan_costs,
+    rollout_words,
     trained_models,
     unpacking_note,
 )
@@ -32,8 +34,8 @@ from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.graphs import launches_note
-from dschat_lora.runtime.memory import MemoryPlan, explaining_memory, free_memory
-from dschat_lora.runtime.micro_batches import StepCosts, peak_here, resolve_step
+from dschat_lora.runtime.memory import MemoryPlan, explaining_memory, free_memory, peak_here
+from dschat_lora.runtime.micro_batches import StepCosts, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
     builds_shapes_alone,
@@ -119,11 +121,10 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     roles.take(data.prompts.media, sources)
     config = _resolve_step(config, roles, run, free=free)
     models = Models(sources, roles, role_settings(config))
-    run, costs = replace(run, config=config), plan_costs(config, models, free=free)
+    config, costs = plan_costs(config, models, free=free)
+    run = replace(run, config=config)
     setup = RlhfSetup(run, tokenizer, data, models, costs, scoring, reference, player, started)
     _describe(setup)
-    if costs.unpacked is not None:
-        run.log.say(f"  note         {unpacking_note(roles, costs.unpacked)}")
     if run.directory is not None:
 
         def planned(other: RlhfConfig) -> MemoryPlan | None:
@@ -231,7 +232,9 @@ def _resolve_step(
     costs = StepCosts[RlhfConfig](
         need=need,
         trained=lambda config: trained_models(config, roles, role_settings(config)).values(),
+        load=config.load,
         peak=peak_here(role_settings(config)["actor"].torch_dtype),
+        budget=USABLE * free,
     )
     trained = {role: model.model for role, model in roles.trained.items()}
     # The critic first: it is the smaller one as a rule, and costs less to compute again.
@@ -243,7 +246,7 @@ def _resolve_step(
 def _describe(setup: RlhfSetup) -> None:
     """Show and record what trains, on what, and the memory it takes."""
     roles, settings, run = setup.models.roles, setup.models.settings, setup.run
-    plan, actor = setup.costs.plan, settings["actor"]
+    actor = settings["actor"]
     total = num_elements(roles.whole().parameters())  # each shared one once
     trained = {name: trained_elements(m.model) for name, m in roles.trained.items()}
     counts = ", ".join(f"{name} {count:,}" for name, count in trained.items())
@@ -268,15 +271,25 @@ def _describe(setup: RlhfSetup) -> None:
         size = num_elements(model.model.parameters())
         if warning := options.rate_warning(size, given=run.config.given):
             run.log.say(f"  warning      {warning}")
-    if plan is not None:
-        run.log.say(f"  {plan.line()}")
-        run.record.update({"memory": plan.to_dict()})
+    _describe_memory(setup)
     for role, each in trained_models(run.config, roles, settings).items():
         recorded = role in setup.costs.recorded
         if words := launches_note(each, run.config.load, recorded=recorded):
             run.log.say(f"  note         {role}: {words}")
     parameters = {"total": total, "trainable": sum(trained.values()), **trained}
     record_models(run, actor, parameters=parameters, layers=roles.actor.targets)
+
+
+def _describe_memory(setup: RlhfSetup) -> None:
+    """Show and record the memory it takes, and what of it decodes."""
+    costs, roles, run = setup.costs, setup.models.roles, setup.run
+    if costs.plan is not None:
+        run.log.say(f"  {costs.plan.line()}")
+        run.record.update({"memory": costs.plan.to_dict()})
+    if setup.config.batch.rows_that_fit is not None:
+        run.log.say(f"  rollouts     {rollout_words(setup.config, costs.plan, roles.actor.model)}")
+    if costs.unpacked is not None:
+        run.log.say(f"  note         {unpacking_note(roles, costs.unpacked)}")
 
 
 def _identity(setup: RlhfSetup) -> dict[str, Any]:

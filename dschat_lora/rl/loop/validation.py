@@ -278,13 +278,15 @@ def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With enough responses in an iteration for a step, and the steps of ``--enable_test_mode``."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
-    if wanted > batch.per_device_generation_batch_size * batch.generation_batches:
+    if wanted > batch.responses:
         times = -(-wanted // batch.per_device_generation_batch_size)
         say_once(
             f"  note         --generation_batches {times}: a step of {wanted * shares} "
             "responses needs as many of one policy"
         )
         batch = replace(batch, generation_batches=times)
+    if batch.max_num_seqs != "auto":  # no room for others is kept
+        batch = replace(batch, max_num_seqs=min(batch.max_num_seqs, batch.responses))
     steps = config.classic.test_stop_step if config.classic.enable_test_mode else None
     optim = config.optim if steps is None else replace(config.optim, max_steps=steps)
     return replace(config, batch=batch, optim=optim)
@@ -293,7 +295,7 @@ def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 def check_kl_horizon(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a horizon of the adaptive KL coefficient that lets it change its sign."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
-    responses = batch.per_device_generation_batch_size * batch.generation_batches * shares
+    responses = batch.responses * shares
     horizon = config.ppo.kl_horizon
     if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
         raise ValueError(

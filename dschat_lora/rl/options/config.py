@@ -1,7 +1,7 @@
 """Options of step 3: rollouts, rewards, and all groups together."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 from dschat_lora.config.addons import addon_options, groups_of, load, provided
 from dschat_lora.config.classic import ClassicConfig
 from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
-from dschat_lora.config.options import ELSEWHERE, group, option
+from dschat_lora.config.options import ELSEWHERE, group, hidden, option
 from dschat_lora.config.prompts import PretrainingConfig, PromptConfig
 from dschat_lora.config.stages import StageConfig
+from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, by_algorithm, where_rewards_teach
 from dschat_lora.rl.options.engines import EngineFacts, check_engine, engine_facts, engines_help
 from dschat_lora.rl.options.names import check_name, gives_one_reward
@@ -25,6 +26,14 @@ of_sum = partial(option, when="has_shaped_sum")
 of_calls = partial(option, when="reward_function or reward_gate")
 
 
+def _where_counted(value: Callable[[str], Any]) -> str:
+    """A message where nothing here counts the responses that are decoded at a time."""
+    engine, name = value("engine"), value("rollout_engine")
+    if not engine.batches_itself or engine.decodes_actor or value("players"):
+        return ""
+    return no_effect("max_num_seqs", f" with --rollout_engine {name}, which batches them itself")
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """Number of responses, and sampling."""
@@ -32,12 +41,19 @@ class RolloutConfig:
     section = "rollouts"
 
     per_device_generation_batch_size: int = option(
-        16, help="responses generated at a time on a device"
+        16, help="responses of a generation batch on a device"
     )
     generation_batches: int = option(
         1,
         help="generation batches of one iteration\nwhere no size of a batch is typed, as many as "
         "make 64 responses over all processes",
+    )
+    max_num_seqs: int | Literal["auto"] = option(
+        "auto",
+        help="responses that a device decodes at a time, which changes none of them; auto: on a "
+        "GPU as many as its free memory holds, on a CPU a generation batch\nauto is a generation "
+        "batch with --oversample, whose choice depends on it, and of episodes",
+        when=_where_counted,
     )
     per_device_training_batch_size: int = option(
         16, help="responses per device and micro-batch of the update", section="training"
@@ -65,8 +81,16 @@ class RolloutConfig:
     merge_for_rollouts: bool = option(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
-        "in exchange for their memory; sampler_error shows how far rounding moves the policy",
+        "in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and "
+        "sampler_error shows how far that moves the policy",
         section="rollouts",
+        when="rollout_engine=own",
+    )
+    refill_share: float | None = option(
+        None,
+        help="share of the responses decoded at a time that must have ended before the next "
+        "prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a "
+        "GPU, 0 on a CPU)",
         when="rollout_engine=own",
     )
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
@@ -84,11 +108,12 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = option(
         (), help="texts that end a response with the token that completes them"
     )
+    rows_that_fit: int | None = hidden(None)  # by max_num_seqs auto, once the memory is known
 
     def __post_init__(self) -> None:
         rollout = ("per_device_generation_batch_size", "generation_batches", "num_generations")
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
-        require_numbers(self, ">= 1", *rollout, *update)
+        require_numbers(self, ">= 1", *rollout, *update, "max_num_seqs")
         require_numbers(self, ">= 0", "tokens_per_device", "top_k")
         greedy = ">= 1e-06 (greedy: --no-do_sample)"
         require_numbers(self, greedy, "temperature", "rollout_temperature")
@@ -96,6 +121,7 @@ class RolloutConfig:
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
         require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
+        require_numbers(self, "in [0, 1]", "refill_share")
         check_engine(self.rollout_engine)
         if self.num_generations is None:
             return
@@ -105,17 +131,29 @@ class RolloutConfig:
                 f"--num_generations {self.num_generations} responses to a prompt are generated at "
                 f"a time: --per_device_generation_batch_size {at_a_time} must be as many"
             )
-        own = at_a_time * self.generation_batches
-        if own % self.num_generations:
+        if self.responses % self.num_generations:
             raise ValueError(
-                f"--num_generations {self.num_generations} must divide the {own} responses of an "
-                "iteration (--per_device_generation_batch_size x --generation_batches)"
+                f"--num_generations {self.num_generations} must divide the {self.responses} "
+                "responses of an iteration (--per_device_generation_batch_size x "
+                "--generation_batches)"
             )
+        if self.max_num_seqs != "auto" and self.max_num_seqs < self.num_generations:
+            raise ValueError(
+                f"--max_num_seqs {self.max_num_seqs} must be at least the --num_generations "
+                f"{self.num_generations} responses to a prompt"
+            )
+
+    @property
+    def responses(self) -> int:
+        """Responses to an iteration's prompts on a device."""
+        return self.per_device_generation_batch_size * self.generation_batches
 
     @property
     def rows_decoded(self) -> int:
         """Responses that a device decodes at a time, those that are given up among them."""
-        rows = self.per_device_generation_batch_size
+        if self.max_num_seqs != "auto":
+            return self.max_num_seqs
+        rows = self.rows_that_fit or self.per_device_generation_batch_size
         return max(rows, self.oversampled(rows // self.num_generations) * self.num_generations)
 
     def oversampled(self, prompts: int) -> int:

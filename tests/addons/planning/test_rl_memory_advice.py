@@ -44,7 +44,7 @@ def planned(options):
     rows = batch.tokens_per_device / 512 or rows
     on = [getattr(options, role).gradient_checkpointing is True for role in ("actor", "critic")]
     update = rows * (1 - 0.25 * sum(on)) * (0.5 if parallel.offload_activations else 1)
-    cache = batch.per_device_generation_batch_size
+    cache = batch.rows_decoded
     sizes = (weights, weights, 1, update, cache)
     return MemoryPlan(*(int(size * GIB) for size in sizes))
 
@@ -81,10 +81,7 @@ def test_decoding_keeps_the_responses_of_a_prompt_together():
     # 23 of 20: 7 rows would fit, and of those that 4 divides 4 do
     said = advice(config(batch=batch), device=20, decodes=True)
     assert said.startswith("out of GPU memory while responses are decoded: by estimate 12 GiB for")
-    assert (
-        "decode fewer responses at once (--per_device_generation_batch_size 4 "
-        "--generation_batches 6)" in said
-    )
+    assert "decode fewer responses at once (--max_num_seqs 4)" in said
 
 
 def test_what_decoding_keeps_goes_first():
@@ -108,8 +105,7 @@ def test_a_phase_that_does_not_fit_either_is_made_smaller_too():
     # 27 in both phases, of 16: 14.4 may be used
     assert (
         "; no single change is enough, take together --per_device_training_batch_size 2 "
-        "--gradient_accumulation_steps 8 --per_device_generation_batch_size 2 "
-        "--generation_batches 8"
+        "--gradient_accumulation_steps 8 --max_num_seqs 3"
     ) in advice(options, device=16)
 
 
