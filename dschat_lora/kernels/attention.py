@@ -185,6 +185,8 @@ def _attend_plain(
         of_tile = (columns < own[:, None])[:, None, :, None]
         key, value = (torch.where(of_tile, store[holder], store) for store in (key, value))
     seen = (columns >= torch.maximum(first[:, None], last + 1 - window)) & (columns <= last)
+    if tiles is None:
+        seen &= columns >= own[:, None]
     grouped = query.view(len(query), key.shape[1], -1, query.shape[2])
     # A row without columns attends to all instead, of which nothing is kept.
     mask = (seen | ~seen.any(1, keepdim=True))[:, None, None]
