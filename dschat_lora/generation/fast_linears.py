@@ -15,7 +15,7 @@ from dschat_lora.generation.decode_layers import decoding_forwards
 from dschat_lora.generation.stacked_linears import ROWS_MULTIPLE, StackedLinears, stack_weights
 from dschat_lora.kernels.rounding import FORMATS, round_at_random
 from dschat_lora.kernels.support import runs_kernels
-from dschat_lora.lora.experts import expert_holders, fused_experts
+from dschat_lora.lora.experts import LoraExperts, expert_holders, fused_experts
 from dschat_lora.lora.layers import (
     LoraLinear,
     active_bias,
@@ -77,6 +77,11 @@ class FastLinears:
         self._experts: list[tuple[nn.Module, str, nn.Parameter]] = []  # with unpacked weights
         if self._unpacked and size:
             self._experts += _unpacked_experts(model)
+        self._expert_casts = [
+            (layer, self._casts_of(layer))
+            for layer in model.modules()
+            if isinstance(layer, LoraExperts) and layer.lora_A.dtype != value_dtype(layer.weight)
+        ]
         for layers in _adapted_groups(model):
             device = layers[0].weight.device
             default = device.type == "cuda" or runs_kernels(device)
@@ -103,12 +108,16 @@ class FastLinears:
         try:
             for holder, name, values in self._experts:
                 holder._parameters[name] = values
+            for layer, casts in self._expert_casts:
+                layer.casts = casts
             for module, forward in self._forwards.items():
                 module.forward = forward
             yield
         finally:
             for (holder, name, _), packed in zip(self._experts, codes, strict=True):
                 holder._parameters[name] = packed
+            for layer, _ in self._expert_casts:
+                layer.casts = None
             for module in self._forwards:
                 del module.forward
 
@@ -223,6 +232,13 @@ class FastLinears:
         copy = torch.empty_like(tensor, dtype=dtype)
         self._refresh(copy, source)
         return copy
+
+    def _casts_of(self, layer: LoraExperts) -> tuple[Tensor, Tensor]:
+        """Copies of the factors of experts."""
+        down, up = layer.empty_casts(value_dtype(layer.weight))
+        self._refresh(down[:, : layer.r], lambda: layer.lora_A)
+        self._refresh(up[..., : layer.r], lambda: layer.lora_B)
+        return down, up
 
     def _refresh(self, copy: Tensor, source: Callable[[], Any]) -> None:
         self._copies.append(copy)

@@ -1,12 +1,13 @@
 """Copies of factors in the type of the computation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dschat_lora.lora.experts import LoraExperts
 from dschat_lora.lora.layers import value_dtype
 from dschat_lora.lora.shared_input import SharedInput, layers_of_one_input, takes
 
@@ -29,7 +30,8 @@ class FactorCasts:
             and layer.lora_A.dtype != value_dtype(layer.weight)
             and not hasattr(layer.lora_A, "ds_id")
         ]
-        self._copies: list[Tensor] = []
+        self._casts: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[Tensor] = []  # the same, of experts without what their rank lacks
         self._shared: dict[Any, SharedInput] = {}
         cast = set(self._layers)
         groups = (group for model in models for group in layers_of_one_input(model))
@@ -40,12 +42,12 @@ class FactorCasts:
         """Within, layers compute with the values that factors have at its beginning."""
         factors = [factor for layer in self._layers for factor in (layer.lora_A, layer.lora_B)]
         if not self._copies:
-            self._allocate(factors)
+            self._allocate()
         if factors:
             torch._foreach_copy_(self._copies, [factor.detach() for factor in factors])
         try:
             for number, layer in enumerate(self._layers):
-                layer.casts = (self._copies[2 * number], self._copies[2 * number + 1])
+                layer.casts = self._casts[number]
                 layer.shared = self._shared.get(layer)
             yield
         finally:
@@ -54,19 +56,24 @@ class FactorCasts:
             for shared in self._shared.values():
                 shared.forget()
 
-    def _allocate(self, factors: Sequence[Tensor]) -> None:
+    def _allocate(self) -> None:
         """Make room for copies, those of the A of layers of one input one after another."""
-        places: dict[int, Tensor] = {}
+        downs: dict[Any, Tensor] = {}
         for layers in self._groups:
             ranks = [len(layer.lora_A) for layer in layers]
             weight, width = layers[0].weight, layers[0].in_features
             down = layers[0].lora_A.new_empty(sum(ranks), width, dtype=value_dtype(weight))
             self._shared |= dict.fromkeys(layers, SharedInput(layers, down))
-            pairs = zip(layers, torch.split(down, ranks), strict=True)
-            places |= {id(layer.lora_A): part for layer, part in pairs}
-        dtypes = (value_dtype(layer.weight) for layer in self._layers for _ in range(2))
-        for factor, dtype in zip(factors, dtypes, strict=True):
-            place = places.get(id(factor))
-            self._copies.append(torch.empty_like(factor, dtype=dtype) if place is None else place)
-            # A size that varies, to compiled blocks, is one of tokens.
-            torch._dynamo.mark_static(self._copies[-1])
+            downs |= zip(layers, torch.split(down, ranks), strict=True)
+        for layer in self._layers:
+            dtype = value_dtype(layer.weight)
+            if isinstance(layer, LoraExperts):
+                down, up = layer.empty_casts(dtype)
+                self._copies += [down[:, : layer.r], up[..., : layer.r]]
+            else:
+                down, up = (torch.empty_like(x, dtype=dtype) for x in (layer.lora_A, layer.lora_B))
+                down = downs.get(layer, down)
+                self._copies += [down, up]
+            self._casts.append((down, up))
+        for copy in (each for pair in self._casts for each in pair):
+            torch._dynamo.mark_static(copy)  # a size that varies, to compiled blocks, is of tokens

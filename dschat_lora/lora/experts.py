@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dschat_lora.lora.layers import full_shape, state_of, zeros
+from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
+from dschat_lora.lora.layers import full_shape, gated, state_of, zeros
 from dschat_lora.lora.names import EXPERT_WEIGHTS
 from dschat_lora.lora.nf4 import NF4State, quantize
 
+FUSES_GATE = "fuses_gate"  # attribute of modules of experts: whether on a CPU too
 _ALIGNMENT = 16  # bytes; of rows and matrices of a grouped product
 
 
@@ -62,9 +65,13 @@ class LoraExperts(nn.Module):
         self.lora_A = zeros(self.num_experts, r, self.in_features, device=weight.device)
         self.lora_B = zeros(self.num_experts, self.out_features, r, device=weight.device)
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """(S, in) rows sorted by expert -> (S, out)."""
+    def forward(self, x: Tensor, routing: Routing, gate: Tensor | None = None) -> Tensor:
+        """(S, in) rows sorted by expert -> (S, out); given ``gate``, of ``silu(gate) * x``.
+
+        That product is formed again in the backward pass.
+        """
         if not self.enabled:
+            x = x if gate is None else gated(x, gate)
             return expert_linear(x, self.weight, routing.ends, transposed=self.transposed)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -78,8 +85,19 @@ class LoraExperts(nn.Module):
             self.transposed,
             *(self.casts or (None, None)),
             state_of(self.weight),
+            None if gate is None else gate.to(dtype),
         )
         return output
+
+    def empty_casts(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Room for copies of A and B, of a rank that grouped products take as it is.
+
+        What is added to the rank is 0, and stays so.
+        """
+        like = self.lora_A.new_empty(0, dtype=dtype)
+        rank = self.r + (_missing(like, self.r) if _has_kernel(like) else 0)
+        down = like.new_zeros(self.num_experts, rank, self.in_features)
+        return down, like.new_zeros(self.num_experts, self.out_features, rank)
 
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, in its shape, float32."""
@@ -177,11 +195,14 @@ def _routed(
     ends = torch.searchsorted(experts, numbers, right=True).int()
     routing = Routing(experts, ends, order // chosen, count)
     rows = hidden_states[routing.tokens]
-    if module.has_gate:
-        inner = module._apply_gate(_product(module, "gate_up_proj", rows, routing))
-    else:
+    gate = None
+    if not module.has_gate:
         inner = module.act_fn(_product(module, "up_proj", rows, routing))
-    outputs = _product(module, "down_proj", inner, routing)
+    elif _fuses_gate(module, rows):
+        gate, inner = _product(module, "gate_up_proj", rows, routing).chunk(2, dim=-1)
+    else:
+        inner = module._apply_gate(_product(module, "gate_up_proj", rows, routing))
+    outputs = _product(module, "down_proj", inner, routing, gate)
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
     outputs = outputs * top_k_weights.flatten()[order, None]
@@ -190,11 +211,26 @@ def _routed(
     return summed.to(hidden_states.dtype)
 
 
-def _product(module: Any, weight: str, x: Tensor, routing: Routing) -> Tensor:
-    """(S, out) of (S, in) rows, with the bias of each row's expert."""
+def _fuses_gate(module: Any, x: Tensor) -> bool:
+    """Whether ``module``, which gates by SiLU, is to do so by one kernel; on a CPU if asked to."""
+    on_cpu = getattr(module, FUSES_GATE, None)
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if on_cpu is None or traced:
+        return False
+    return runs_kernels(x.device) or (on_cpu and not x.is_cuda)
+
+
+def _product(
+    module: Any, weight: str, x: Tensor, routing: Routing, gate: Tensor | None = None
+) -> Tensor:
+    """(S, out) of (S, in) rows, with the bias of each row's expert; of ``silu(gate) * x``."""
     own = getattr(module, weight)
-    if isinstance(own, nn.Module):
-        output: Tensor = own(x, routing)
+    if gate is not None and not isinstance(own, LoraExperts):
+        x, gate = gated(x, gate), None
+    if isinstance(own, LoraExperts):
+        output: Tensor = own(x, routing, gate)
+    elif isinstance(own, nn.Module):
+        output = own(x, routing)
     else:
         output = expert_linear(x, own, routing.ends, transposed=module.is_transposed)
     bias = getattr(module, f"{weight}_bias", None) if module.has_bias else None
@@ -238,37 +274,49 @@ class _LoraExperts(torch.autograd.Function):
         down: Tensor | None,
         up: Tensor | None,
         state: Any,
+        gate: Tensor | None,
     ) -> Tensor:
         down, up = (lora_A if down is None else down), (lora_B if up is None else up)
+        rows = x if gate is None else swiglu(gate, x)
         values = weight if state is None else state.values(weight.detach(), x.dtype)
-        output = grouped(x, values if transposed else values.transpose(1, 2), ends)
+        output = grouped(rows, values if transposed else values.transpose(1, 2), ends)
         del values
-        inner = grouped(x, down.to(x.dtype).transpose(1, 2), ends)
+        inner = grouped(rows, down.to(x.dtype).transpose(1, 2), ends)
         output.add_(grouped(inner, up.to(x.dtype).transpose(1, 2), ends), alpha=scaling)
-        ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, inner, ends)
+        ctx.save_for_backward(x, weight, lora_A, lora_B, down, up, inner, ends, gate)
         ctx.scaling, ctx.transposed, ctx.state = scaling, transposed, state
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, lora_A, lora_B, down, up, inner, ends = ctx.saved_tensors  # noqa: N806
+        x, weight, lora_A, lora_B, down, up, inner, ends, gate = ctx.saved_tensors  # noqa: N806
         wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
+        wants_x = wants_x or ctx.needs_input_grad[10]
         grad_inner = grouped(grad, up.to(grad.dtype), ends).mul_(ctx.scaling)
-        grad_x = grad_weight = grad_a = grad_b = None
+        rank, rows = lora_A.shape[1], x
+        grad_x = grad_gate = grad_weight = grad_a = grad_b = None
         if wants_x:
             values = weight if ctx.state is None else ctx.state.values(weight, grad.dtype)
             grad_x = grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
             del values
             grad_x.add_(grouped(grad_inner, down.to(grad.dtype), ends))
-        if wants_a:
-            grad_a = _grouped_gradient(grad_inner, x, ends).to(lora_A.dtype)
+        if gate is not None and grad_x is not None:
+            # The product of both takes the place of its gradient.
+            rows = grad_x
+            grad_gate, grad_x = swiglu_backward(rows, gate, x, rows)
+        elif gate is not None:
+            rows = swiglu(gate, x)
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        if wants_a:  # copies may have more rows than the rank
+            grad_a = _grouped_gradient(grad_inner, rows, ends, empty)[:, :rank].to(lora_A.dtype)
         if wants_b:
-            grad_b = _grouped_gradient(grad, inner, ends).mul_(ctx.scaling).to(lora_B.dtype)
+            grad_b = _grouped_gradient(grad, inner, ends, empty).mul_(ctx.scaling)
+            grad_b = grad_b[..., :rank].to(lora_B.dtype)
         if wants_weight:
-            left, right = (x, grad) if ctx.transposed else (grad, x)
-            grad_weight = _grouped_gradient(left, right, ends)
-        return grad_x, grad_weight, grad_a, grad_b, *[None] * 6
+            left, right = (rows, grad) if ctx.transposed else (grad, rows)
+            grad_weight = _grouped_gradient(left, right, ends, empty)
+        return grad_x, grad_weight, grad_a, grad_b, *[None] * 6, grad_gate
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -283,19 +331,20 @@ def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return product[:, : product.shape[1] - outer].contiguous() if outer else product
 
 
-def _grouped_gradient(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _grouped_gradient(left: Tensor, right: Tensor, ends: Tensor, empty: Tensor) -> Tensor:
     """(E, m, n): of each group of rows of (S, m) and (S, n), left^T right; zero where it is empty.
 
-    That is the gradient of a group's matrix.
+    That is the gradient of a group's matrix. ``empty`` is (E,) bool.
     """
     if not _has_kernel(left):
         return torch.stack([left[a:b].t() @ right[a:b] for a, b in _bounds(ends)])
     m, n = left.shape[1], right.shape[1]
-    left, right = (F.pad(x, (0, _missing(x, x.shape[1]))) for x in (left, right))
-    product = F.grouped_mm(left.t(), right, offs=ends)[:, :m, :n]
+    left, right = (
+        F.pad(x, (0, missing)) if (missing := _missing(x, x.shape[1])) else x for x in (left, right)
+    )
     # Of groups without rows some kernels write nothing.
-    is_hit = torch.diff(ends, prepend=ends.new_zeros(1)) > 0
-    return torch.where(is_hit[:, None, None], product, 0)
+    product = F.grouped_mm(_aligned(left).t(), _aligned(right), offs=ends)
+    return product.masked_fill_(empty[:, None, None], 0)[:, :m, :n]
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from dschat_lora.kernels.rotary import rotate, rotate_plain
 from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.lora.experts import FUSES_GATE
 from dschat_lora.lora.layers import LoraLinear, gated
 
 _AGREES = 1e-5  # relative error in fp32 that is rounding
@@ -59,6 +60,9 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False, mlps: bool = T
         if (fused := classes[kind]) is not None:
             module.__class__ = fused
     found = [kind.__name__ for kind, fused in classes.items() if fused is not None]
+    for module in model.modules() if mlps else ():
+        if getattr(module, "has_gate", False) and _gates_by_silu(module):
+            setattr(module, FUSES_GATE, on_cpu)
     for home in homes:
         function = vars(home).get(_ROTARY)
         if function is not None and isinstance(function, _Rotate):
@@ -125,6 +129,15 @@ def _fused_mlp(mlp: Any, on_cpu: bool) -> type[nn.Module] | None:
         return down(gated(x, gate))
 
     return _replacing(kind, forward, keeps_least=True)
+
+
+def _gates_by_silu(experts: Any) -> bool:
+    x = _numbers(3, 8)
+    gate, up = x.chunk(2, -1)
+    try:
+        return _agree(F.silu(gate) * up, experts._apply_gate(x))
+    except (AttributeError, RuntimeError, TypeError):
+        return False  # one that takes more than a tensor
 
 
 def _replacing(

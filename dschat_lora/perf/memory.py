@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dschat_lora.lora.experts import FUSES_GATE
 from dschat_lora.lora.layers import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
 from dschat_lora.perf.architecture import field, text_config, text_tower
@@ -232,9 +233,13 @@ def offloaded_bytes(model: nn.Module, *, positions: int, compute_dtype: torch.dt
     return len(shape.blocks) * (1 << max(0, each - 1).bit_length())
 
 
-def _has_fused_mlps(model: nn.Module) -> bool:
-    modules = text_tower(model)[1].modules()
-    return any(getattr(m, "keeps_least", False) for m in modules if hasattr(m, "gate_proj"))
+def _has_fused_mlps(model: nn.Module) -> tuple[bool, bool]:
+    """Whether MLPs, and experts, keep outputs of gate and up alone."""
+    modules = [*text_tower(model)[1].modules()]
+    return (
+        any(getattr(m, "keeps_least", False) for m in modules if hasattr(m, "gate_proj")),
+        any(hasattr(m, FUSES_GATE) for m in modules),
+    )
 
 
 def _activation(config: Any) -> str:
@@ -259,7 +264,8 @@ class _KeptBytes:
     norm: int  # of the residual stream
     activation: str
     ranks: int
-    fused_mlps: bool  # of which the last layer forms its input again
+    # Of MLPs, and of experts, whether the last layer forms its input again.
+    fused_mlps: tuple[bool, bool]
 
     def by_attention(self, block: BlockShape) -> float:
         if not block.attention_width:  # none, or with a state, which its kernel makes again
@@ -312,7 +318,9 @@ class _KeptBytes:
         gated = len(readers) > 1 or made == 2 * down.in_features
         tensors = 3 if gated else _KEPT_BY_ACTIVATION.get(self.activation, 1)
         tensors += down.saves_input or self.activation == "relu"
-        if gated and self.fused_mlps and not down.routed:
+        # Experts without adapters compute by transformers' own kernels.
+        ours = not down.routed or any(x.adapter_trained for x in chain)
+        if gated and self.fused_mlps[down.routed] and ours:
             tensors = 2 + (down.saves_input and not _forms_input(down, self.ranks))
         kept += uses * tensors * features * self.width
         return kept + uses * (down.rank * self.width if down.adapter_trained else 0)
@@ -342,7 +350,7 @@ def _backward_bytes(model: nn.Module, block: BlockShape, width: int) -> int:
         if not (readers and down.closes and down.input_needs_grad):
             continue
         gated = sum(x.out_features for x in readers) == 2 * down.in_features
-        forms = fused and not down.routed and _forms_input(down, ranks)
+        forms = fused[down.routed] and _forms_input(down, ranks)
         goes = down.saves_input and not forms
         tensors = 3 - goes if gated else 2 - (goes and not stays)
         most = max(most, round(down.uses * tensors * down.in_features))

@@ -1,6 +1,7 @@
 """Whether the passes of training run as CUDA graphs, and what keeps them from it."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -38,6 +39,25 @@ def takes_graphs(trained: TrainedModel, load: LoadConfig, *, peak: float | None)
     return False
 
 
+def with_graphs(
+    trained: Iterable[TrainedModel],
+    load: LoadConfig,
+    *,
+    peak: float | None,
+    left: Callable[[], float],
+) -> list[TrainedModel]:
+    """The models whose passes run as CUDA graphs: asked for, or faster and in ``left`` bytes."""
+    taken = [each for each in trained if takes_graphs(each, load, peak=peak)]
+    if load.training_graphs == "on" or not taken:
+        return taken
+    found, free = [], left()
+    for each in taken:
+        free -= each.estimated().activations
+        if free >= 0:
+            found.append(each)
+    return found
+
+
 def plan_graphs(
     plan: MemoryPlan | None, models: Mapping[str, TrainedModel], load: LoadConfig, *, free: int
 ) -> tuple[MemoryPlan | None, list[str]]:
@@ -52,24 +72,18 @@ def plan_graphs(
         for each in models.values():
             if (reason := obstacle(each, load)) is not None:
                 raise ValueError(f"--training_graphs on: {reason}; use auto or off")
-    taken: list[str] = []
-    for name, each in models.items():
-        if takes_graphs(each, load, peak=peak_here(each.settings.torch_dtype)):
-            more = keeping_graphs(plan, each)
-            if more is None or more.peak <= USABLE * free or load.training_graphs == "on":
-                plan = more
-                taken.append(name)
-    return plan, taken
-
-
-def keeping_graphs(plan: MemoryPlan | None, trained: TrainedModel) -> MemoryPlan | None:
-    """The plan with the activations that graphs of a model keep.
-
-    A pass of a shape that is not recorded has its own beside them.
-    """
-    if plan is None:
-        return None
-    return replace(plan, training=plan.training + trained.estimated().activations)
+    of = list(models.values())
+    taken = with_graphs(
+        of,
+        load,
+        peak=peak_here(of[0].settings.torch_dtype),
+        left=lambda: math.inf if plan is None else USABLE * free - plan.peak,
+    )
+    if plan is not None:
+        # A pass of a shape that is not recorded has its own activations beside these.
+        kept = sum(each.estimated().activations for each in taken)
+        plan = replace(plan, training=plan.training + kept)
+    return plan, [name for name, each in models.items() if each in taken]
 
 
 def launches_note(trained: TrainedModel, load: LoadConfig, *, recorded: bool) -> str | None:

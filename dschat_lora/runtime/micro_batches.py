@@ -17,7 +17,7 @@ from dschat_lora.models.blocks import can_recompute, offload_inputs, recompute_b
 from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.texts import duration
-from dschat_lora.runtime.graphs import takes_graphs
+from dschat_lora.runtime.graphs import with_graphs
 from dschat_lora.runtime.memory import GIB, TrainedModel
 from dschat_lora.runtime.run import OpenRun
 
@@ -98,21 +98,6 @@ def fastest(
     """The first of the fastest that need no more than ``budget``; else what needs least."""
     ordered = sorted(configs, key=seconds)
     return next((c for c in ordered if need(c) <= budget), None) or min(ordered, key=need)
-
-
-def with_graphs(
-    trained: Iterable[TrainedModel], load: LoadConfig, *, peak: float, left: Callable[[], float]
-) -> list[TrainedModel]:
-    """The models whose passes run as CUDA graphs: asked for, or faster and in ``left`` bytes."""
-    taken = [each for each in trained if takes_graphs(each, load, peak=peak)]
-    if load.training_graphs == "on" or not taken:
-        return taken
-    found, free = [], left()
-    for each in taken:
-        free -= each.estimated().activations
-        if free >= 0:
-            found.append(each)
-    return found
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def train(
     offload_activations=False,
     attention="sdpa",
     compiled=False,
+    experts=None,
     recorded=False,
     steps=2,
 ):
@@ -109,6 +110,7 @@ def train(
         row_length=length,
         max_sample=min(length, sample),
     )
+    size = size if experts is None else replace(size, experts=(experts, size.experts[1]))
     samples = shapes.mixed_rows(size) if packed else shapes.full_rows(size)
     batches = shapes.micro_batches(samples, rows * length)
     with (
@@ -231,13 +233,21 @@ def decode(
     merged=False,
     calls=2,
     anew=False,
+    experts=None,
+    base_bits=16,
 ):
     """Each of some calls of one decoder, or of one decoder ``anew`` for each.
 
     It has so many ``rows``, each ``copies`` of them responses to one prompt.
     """
     size = shapes.SHAPES[shape]
-    size = replace(size, lora_dim=lora_dim, num_layers=layers or size.num_layers)
+    size = replace(
+        size,
+        lora_dim=lora_dim,
+        num_layers=layers or size.num_layers,
+        base_bits=base_bits,
+        experts=size.experts if experts is None else (experts, size.experts[1]),
+    )
     with fake_cuda(card) as watch:
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA).eval()
         watch.truth = False  # no sequence ends

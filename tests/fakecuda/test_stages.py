@@ -48,6 +48,8 @@ def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card, extra):
     assert found["allocator"] == (None if refuses else "expandable_segments:True")
     *_, said = fake_device.log().split(f"output: {out}")  # of this run
     assert said.count("refuses expandable segments") == refuses, said
+    # The bundled model is small: launching its kernels takes longer than their work.
+    assert ("run as CUDA graphs" in said) == (card == "h200" and not extra), said
     assert found["plans"] == 0, "cuDNN's attention would be planned for every shape of rows"
     record = json.loads((out / "run.json").read_text())
     assert record["status"] == "finished"
@@ -85,4 +87,8 @@ def test_further_steps_bring_no_wait(fake_device, tmp_path, stage):
         assert found[-1]["error"] is None
     few, more = found
     assert sum(more["late_reads"].values()) > sum(few["late_reads"].values())
-    assert more["waits"] == few["waits"]
+    # But for those of capturing, once for each shape.
+    waits = [
+        {k: n for k, n in each["waits"].items() if "/cuda_graphs.py" not in k} for each in found
+    ]
+    assert waits[0] == waits[1]

@@ -10,7 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.generation.fast_linears import FastLinears
 from dschat_lora.lora import experts
+from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.experts import LoraExperts, Routing, expert_linear
 from dschat_lora.lora.merge import merged_state_dict, untied_by_merge
 from dschat_lora.lora.model import (
@@ -23,6 +25,7 @@ from dschat_lora.lora.model import (
 )
 from dschat_lora.lora.targets import choose_targets, router_names
 from fakecuda.captured import tiny
+from lora.test_casts import Casts
 
 # Gated; gated, transposed, with biases and gates between outputs; a linear layer as router.
 KINDS = ("qwen3_moe", "gpt_oss", "hunyuan_v1_moe")
@@ -109,6 +112,59 @@ def test_a_rank_below_a_kernels_alignment_computes_in_16_bits():
     output = run(values, ends, False)
     assert output.dtype == torch.bfloat16
     assert (output.float() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("flows", [True, False])
+def test_rows_times_a_gate_are_multiplied_as_their_product(dtype, flows):
+    (x, weight, lora_a, lora_b), ends = operands(dtype)
+    gate = x.detach().flip(1).requires_grad_(flows)
+    x.requires_grad_(flows)
+    layer = LoraExperts(nn.Parameter(weight.detach(), requires_grad=False), r=3, scaling=0.7)
+    layer.lora_A, layer.lora_B = nn.Parameter(lora_a.detach()), nn.Parameter(lora_b.detach())
+    routing = Routing(None, ends, None, 9)
+    leaves = [*([x, gate] if flows else []), layer.lora_A, layer.lora_B]
+    found = []
+    for enabled in (True, False) if flows else (True,):
+        layer.enabled = enabled
+        pair = []
+        for given in ((x, routing, gate), (nn.functional.silu(gate) * x, routing)):
+            output = layer(*given)
+            grads = torch.autograd.grad(output.square().sum(), leaves, materialize_grads=True)
+            pair.append([output, *grads])
+        found += [pair]
+    for ours, expected in found:
+        torch.testing.assert_close(ours, expected)
+
+
+def test_copies_of_factors_have_a_rank_that_a_grouped_product_takes_as_it_is():
+    layer = LoraExperts(nn.Parameter(torch.zeros(4, 16, 8, dtype=torch.bfloat16)), r=3, scaling=1)
+    with FactorCasts(nn.ModuleList([layer])).in_use():
+        down, up = layer.casts
+        kernel = experts._has_kernel(down)
+        rank = 8 if kernel else 3  # 16 bytes
+        assert (down.shape, up.shape) == ((4, rank, 8), (4, 16, rank))
+        assert not down[:, 3:].any()
+        assert not up[..., 3:].any()
+    assert layer.casts is None
+
+
+def test_decoding_casts_the_factors_of_experts_once(base):
+    model = adapted(base).bfloat16()
+    for parameter in adapter_parameters(model).values():
+        parameter.data = parameter.data.float()
+    shapes = {p.shape for p in adapter_parameters(model).values() if p.dim() == 3}
+
+    def logits():
+        with torch.no_grad(), Casts(shapes) as seen:
+            return model(IDS).logits, seen.count
+
+    expected, many = logits()
+    with FastLinears(model).in_use():
+        found, none = logits()
+    assert (many > 0, none) == (bool(shapes), 0)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert all(layer.casts is None for layer in lora_layers(model).values())
 
 
 def test_an_expert_without_rows_gets_no_gradient():

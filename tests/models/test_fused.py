@@ -2,12 +2,16 @@
 
 import copy
 import sys
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.kernels import support
+from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.fused import fuse_kernels
 from helpers.kinds import tiny_config
 
@@ -29,6 +33,18 @@ def plain(monkeypatch):
         return model
 
     return make
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[str(operation.overloadpacket)] += 1
+        return operation(*args, **(kwargs or {}))
 
 
 def values_of(model):
@@ -58,6 +74,26 @@ def test_logits_and_gradients_are_those_of_plain_operations(kind, plain):
         for name, value in expected.items():
             error = (values[name] - value).norm() / value.norm()
             assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_adapted_experts_gate_by_one_kernel_where_they_gate_by_silu(kind, plain):
+    model = plain(kind)
+    apply_lora(model, LoraConfig(lora_dim=4), seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data.normal_(0, 0.1)
+    expected = values_of(model)
+    fuse_kernels(model, on_cpu=True)
+    for fuses in (True, False):
+        with Operations() as seen:
+            values = values_of(model)
+        for name, value in expected.items():
+            error = (values[name] - value).norm() / value.norm()
+            assert error < 1e-5, name
+        assert bool(seen.counts["dschat_lora.swiglu"]) == (fuses and kind == "qwen3_moe")
+        for module in model.modules():
+            vars(module).pop("fuses_gate", None)
 
 
 @pytest.mark.parametrize("kind", ["glm4", "cohere"])

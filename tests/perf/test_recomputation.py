@@ -12,6 +12,7 @@ from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
 from dschat_lora.perf.launches import LAUNCH_SECONDS, PassSeconds
 from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.runtime import graphs as training_graphs
 from dschat_lora.runtime import memory, micro_batches
 from dschat_lora.runtime.micro_batches import StepCosts, settle, smaller_micro_batches
 
@@ -208,7 +209,7 @@ def test_a_gpu_divides_a_step_as_long_as_that_is_faster_than_recomputing_it(gib,
 
 
 def test_graphs_count_where_a_run_takes_them_and_their_memory_is_there(monkeypatch):
-    monkeypatch.setattr(micro_batches, "takes_graphs", lambda each, load, peak: each.rows < 4)
+    monkeypatch.setattr(training_graphs, "takes_graphs", lambda each, load, peak: each.rows < 4)
 
     def words(gib, graphs="auto"):
         return decide("", by_rows, free=gib / 0.9 + 0.001, peak=1.0, graphs=graphs)

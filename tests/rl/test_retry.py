@@ -23,7 +23,7 @@ def engine(*, forward=True, backward=True):
     )
 
 
-def generator(monkeypatch, *, free=0, reserved=0, update=0, keeps=True):
+def generator(monkeypatch, *, free=0, reserved=0, update=0, keeps=True, version=int):
     """The engine on a GPU with this free memory, which keeps a decoder."""
     memory = {"memory_reserved": reserved, "memory_allocated": 0, "mem_get_info": (free, 100)}
     for name, value in memory.items():
@@ -40,12 +40,26 @@ def generator(monkeypatch, *, free=0, reserved=0, update=0, keeps=True):
         pad_id=1,
         plan=SimpleNamespace(keeps_cache=False, update=update),
         unpacked=None,
+        version=version,
     )
     found = OwnEngine(site)
     found.emptied = emptied
     if keeps:
         found._decoders[0], found._keeps_memory = object(), True
     return found
+
+
+def test_merged_rollouts_are_rounded_anew_in_every_iteration(monkeypatch):
+    iteration, given = [0], {}
+    monkeypatch.setattr(
+        "dschat_lora.rl.draw.own_engine.Decoder", lambda **options: given.update(options)
+    )
+    found = generator(monkeypatch, version=lambda: iteration[0])
+    found._make_decoder()
+    said = []
+    for iteration[0] in (0, 3, 3):
+        said.append(given["rounding"]())
+    assert said == [(1234, 0), (1234, 3), (1234, 3)]
 
 
 class Full:

@@ -42,8 +42,8 @@ from dschat_lora.rl.options.inputs import Sources, find_sources
 from dschat_lora.rl.response.batch import Minibatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.watch.throughput import FlopCounter
+from dschat_lora.runtime.graphs import with_graphs
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
-from dschat_lora.runtime.micro_batches import with_graphs
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 
 # Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was
