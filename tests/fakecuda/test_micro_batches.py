@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.stage, pytest.mark.thorough]
 
 
 @pytest.mark.parametrize(
-    ("card", "layers", "length"), [("3060", 4, 1024), *[("4090", 36, 512)] * ALL]
+    ("card", "layers", "length"), [("3060", 4, 1536), *[("4090", 36, 512)] * ALL]
 )
 def test_qwen3_4b_at_defaults_is_divided_and_fits(fake_device, tmp_path, card, layers, length):
     base, data, out = tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "out"

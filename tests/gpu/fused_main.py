@@ -3,15 +3,19 @@
 import contextlib
 import json
 import sys
+from itertools import chain
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.generation.generate import Decoder
+from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.model import apply_lora, lora_layers
-from dschat_lora.models.fused import fuse_kernels
+from dschat_lora.models.fused import fuse_kernels, keep_plain
+from helpers.tiny import adapted, tiny_model
 
 SHAPE = {
     "hidden_size": 256,
@@ -97,5 +101,28 @@ def compare_steps():
     return max(error(replayed, plain) for replayed, plain in zip(*logits, strict=True))
 
 
+def drawn(kind, *, plain):
+    """Tokens and log-probabilities of adapted layers by few kernels, or as they are."""
+    model = adapted(tiny_model(kind).to("cuda"), 0)
+    if plain:
+        keep_plain(model)
+    decoder = Decoder(model, eos_ids=[2], pad_id=0, device=model.device)
+    prompts, seeds = [[5] * 9, [6, 7]], [[1, 2, 3], [4, 5, 6]]
+    found = decoder(prompts, Sampling(20), seeds=seeds, keep_logprobs=True)
+    return found.tokens(), found.logprobs()
+
+
+def compare_decoding():
+    """The largest difference of log-probabilities; infinite where tokens differ."""
+    found = []
+    for kind in ("opt", "llama", "qwen2", "qwen3"):
+        (tokens, logprobs), (others, expected) = (drawn(kind, plain=each) for each in (False, True))
+        pairs = zip(chain.from_iterable(logprobs), chain.from_iterable(expected), strict=True)
+        same = tokens == others
+        found.append(max(abs(x - y) for x, y in pairs) if same else float("inf"))
+    return found
+
+
 found = compare_values() | {"steps": compare_steps(), "adapters": compare_adapters()}
+found |= {"decoding": compare_decoding()}
 sys.stdout.write(json.dumps(found))

@@ -14,7 +14,7 @@ from dschat_lora.addons.pipeline.placeholders import write_config
 from dschat_lora.addons.planning import verbs
 from dschat_lora.addons.planning.cards import Card, find_card
 from dschat_lora.addons.planning.plan import GENERATION, TRAINING, StepTime
-from dschat_lora.addons.planning.plan_report import expected_speeds, to_dict
+from dschat_lora.addons.planning.plan_report import expected_speeds, lines, to_dict
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.addons.planning.published import MODEL_OPTIONS, PUBLISHED, published_name
 from dschat_lora.commands.stages import STAGES
@@ -129,6 +129,32 @@ def test_roles_on_one_base_count_its_weights_once_and_decoding_its_cache(tiny, h
     assert memory.phases[GENERATION] == kept + memory.cache
     moving = sum(r.activations + r.logits for r in memory.roles.values())
     assert memory.phases[TRAINING] == kept + moving
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "name", "rows"),
+    [
+        *[("Llama-3.2-1B", name, 256) for name in ("RTX 4090", "A100", "H200")],
+        *[("Llama-3.1-8B", name, n) for name, n in (("RTX 4090", 24), ("A100", 256))],
+    ],
+)
+def test_a_card_decodes_as_many_responses_at_a_time_as_it_holds(home, model, name, rows):
+    options = {
+        **{"actor_model_name_or_path": model, "actor_lora_dim": 16, "algorithm": "grpo"},
+        **{"reward_function": ("builtin:regex=a",), "num_generations": 8},
+        **{"max_prompt_seq_len": 256, "max_answer_seq_len": 1024},
+        **{"per_device_generation_batch_size": 16, "generation_batches": 16},
+    }
+    found = find_card(name)
+    planned = plan_stage("rlhf", options, home, card=found)
+    plan = planned.better or planned.plan
+    assert plan.config.batch.rows_decoded == rows
+    assert plan.phases[GENERATION] <= found.usable_bytes
+    assert f"rollouts {rows} of 256 responses at a time (--max" in " ".join(
+        "\n".join(lines(planned)).split()
+    )
+    assert "max_num_seqs" not in (planned.command or "")
 
 
 @pytest.mark.thorough
