@@ -293,12 +293,11 @@ class SlotRows:
 
         It is finite, as the others' tokens could be drawn.
         """
-        at_once = MOVED_ROWS if self._has_few_shapes else len(sources)
-        for first in range(0, len(sources), max(1, at_once)):
-            part = [list(each[first : first + at_once]) for each in (sources, targets)]
-            if not self._has_few_shapes:
-                self._cache.move(*to_device(torch.tensor(part), self.device))
-                continue
+        if not self._has_few_shapes:
+            self._cache.move_each(sources, targets)
+            return
+        for first in range(0, len(sources), MOVED_ROWS):
+            part = [list(each[first : first + MOVED_ROWS]) for each in (sources, targets)]
             size = 1 << (len(part[0]) - 1).bit_length()
             padded = torch.tensor([[*each, *each[:1] * (size - len(each))] for each in part])
             pairs = self._moves[:, :size]
