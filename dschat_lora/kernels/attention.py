@@ -5,7 +5,7 @@ their row, and what rows begin with in common is read once for up to :data:`COPI
 queries are rows of one product (Hydragen, arXiv:2402.05099, section 3.2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,7 +19,8 @@ COPIES = 8  # rows that read together what they share
 NOWHERE = 2**30  # a column that no cache has
 MOST_SIZE = 256  # of a head
 _MOST_QUERIES, _TILE_BYTES = 64, 2**14  # of a program's queries
-_SPLIT_COLUMNS, _MOST_SPLITS = 128, 32
+_BLOCK_BYTES, _STAGES = 2**13, 3  # of keys that a program reads at once, and how often ahead
+_SPLIT_COLUMNS, _TILE_COLUMNS, _MOST_SPLITS = 128, 512, 32
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,7 @@ def attend_own_columns(
         columns: which of them each row attends to.
         scale: multiplies the products of queries and keys.
     """
-    rows, heads, most, _ = key.shape
-    fewest = 3 * processors(key.device) // 2  # as many bytes are then on their way as memory gives
-    splits = splits_of(rows * heads, most, fewest), 0
-    if columns.tiles is not None:
-        splits = splits[0], splits_of(-(-rows // COPIES) * heads, most, fewest)
+    splits = splits_of(key.shape, processors(key.device), columns.tiles is not None)
     first, own = columns.first, columns.own
     window = NOWHERE if columns.window is None else columns.window
     parts, sums = attend_columns(
@@ -80,11 +77,21 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def splits_of(programs: int, columns: int, fewest: int) -> int:
-    """Parts of so many columns, a power of two, with which programs are the ``fewest`` or more."""
-    most = min(_MOST_SPLITS, max(1, columns // _SPLIT_COLUMNS))
+def splits_of(shape: Sequence[int], processors: int, shares: bool) -> tuple[int, int]:
+    """Parts that a row's own columns are read in, and those of a tile: 0 where none ``shares`` any.
+
+    ``shape`` is of keys. A part is written for each row of a tile, which must be worth it.
+    """
+    rows, heads, columns, _ = shape
+    of_row = _splits(rows * heads, columns // _SPLIT_COLUMNS, processors)
+    tiles = -(-rows // COPIES)
+    return of_row, _splits(tiles * heads, columns // _TILE_COLUMNS, processors) if shares else 0
+
+
+def _splits(programs: int, most: int, processors: int) -> int:
+    """A power of two, with which programs have as many bytes on their way as memory gives."""
     splits = 1
-    while splits * programs < fewest and 2 * splits <= most:
+    while 2 * splits * programs < 3 * processors and 2 * splits <= min(most, _MOST_SPLITS):
         splits *= 2
     return splits
 
@@ -94,7 +101,8 @@ def blocks(size: int, itemsize: int, heads: int) -> tuple[int, int, int, int]:
     padded_size, padded_heads = (1 << (each - 1).bit_length() for each in (max(16, size), heads))
     queries = min(_MOST_QUERIES, _TILE_BYTES // (padded_size * itemsize))
     copies = min(COPIES, max(1, queries // padded_heads))
-    return padded_size, padded_heads, copies, 64 if padded_size * itemsize <= 256 else 32
+    columns = min(64, max(16, _BLOCK_BYTES // (padded_size * itemsize)))
+    return padded_size, padded_heads, copies, columns
 
 
 def _attend_kernel(
@@ -127,7 +135,7 @@ def _attend_kernel(
         **options,
         SIZE=size,
         PADDED_SIZE=padded_size,
-        num_stages=2,
+        num_stages=_STAGES,
     )
     return parts, sums
 
@@ -177,6 +185,8 @@ def _attend_plain(
         of_tile = (columns < own[:, None])[:, None, :, None]
         key, value = (torch.where(of_tile, store[holder], store) for store in (key, value))
     seen = (columns >= torch.maximum(first[:, None], last + 1 - window)) & (columns <= last)
+    if tiles is None:
+        seen &= columns >= own[:, None]
     grouped = query.view(len(query), key.shape[1], -1, query.shape[2])
     # A row without columns attends to all instead, of which nothing is kept.
     mask = (seen | ~seen.any(1, keepdim=True))[:, None, None]

@@ -2,17 +2,27 @@
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from dschat_lora.generation import kv_cache
 from dschat_lora.generation.generate import Decoder, check_cache
-from dschat_lora.generation.kv_cache import takes_cache
+from dschat_lora.generation.kv_cache import attend_by_kernel, takes_cache
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.kernels import support
+from dschat_lora.kernels.attention import OwnColumns
 from generation.test_generate import adapted, sliding
 from helpers.spread import ALL
 from helpers.tape import Tape
-from helpers.tiny import SHAPE
+from helpers.tiny import SHAPE, tiny_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], list(range(3, 20))]
@@ -132,3 +142,67 @@ def test_kernels_say_the_same(kind, columns):
     plain, noted = drawn(model, 3, **options), columns(interpreted=True)
     same(plain, drawn(model, 3, **options))
     assert noted
+
+
+def biased():
+    return BloomForCausalLM(BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=40)).eval()
+
+
+def capped():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    return Gemma2ForCausalLM(Gemma2Config(head_dim=8, **kinds, **SHAPE)).eval()
+
+
+def with_sinks():
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    return GptOssForCausalLM(GptOssConfig(head_dim=8, **experts, **SHAPE)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "served"),
+    [
+        (lambda: tiny_model("neox"), True),
+        (lambda: tiny_model("qwen3"), True),
+        (capped, False),
+        (with_sinks, False),
+        (biased, False),
+    ],
+    ids=["neox", "qwen3", "gemma2", "gpt-oss", "bloom"],
+)
+def test_attention_is_served_where_a_mask_says_all_of_it(make, served, columns):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make()
+    plain, noted = drawn(model, 2, new_tokens=5), columns()
+    same(plain, drawn(model, 2, new_tokens=5))
+    assert bool(noted) == served
+
+
+@pytest.mark.parametrize(
+    ("options", "served"),
+    [
+        ({}, True),
+        ({"softcap": None, "s_aux": None, "sliding_window": 4, "dropout": 0.0}, True),
+        ({"softcap": 30.0}, False),
+        ({"s_aux": torch.zeros(2)}, False),
+        ({"position_bias": torch.zeros(1, 2, 1, 9)}, False),
+    ],
+)
+@pytest.mark.parametrize("case", ["alike", "two tokens", "values are narrower", "mask is another"])
+def test_other_options_and_shapes_are_left_to_masked_attention(case, options, served):
+    tokens, narrower = 1 + (case == "two tokens"), 4 * (case == "values are narrower")
+    query, keys = torch.randn(3, 2, tokens, 8), torch.randn(3, 2, 9, 8)
+    mask, told = torch.zeros(3, 1, tokens, 9), []
+    first, last = torch.zeros(3, dtype=torch.int64), torch.full((3,), 8)
+    vars(mask)["columns"] = OwnColumns(first, first, last)
+    given = mask + 0 if case == "mask is another" else mask
+    arguments = None, query, keys, keys[..., narrower:], given
+    found, _ = attend_by_kernel(
+        lambda *_, **given: (told.append(given), None), *arguments, **options
+    )
+    assert (not told) == (served and case == "alike")
+    if not told:
+        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, keys)
+        torch.testing.assert_close(found, expected.transpose(1, 2))
+    else:
+        assert told == [{"scaling": None, **options}]

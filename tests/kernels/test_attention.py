@@ -1,11 +1,14 @@
 """Attention to a row's own columns, by the kernels, against a loop over rows."""
 
+import os
+
 import pytest
 import torch
 
 from dschat_lora.kernels import attention, support
 from dschat_lora.kernels.attention import COPIES, NOWHERE, OwnColumns, attend_own_columns
 from helpers.spread import ALL
+from scripts.columns_read import columns_read
 
 COLUMNS = 150
 
@@ -19,6 +22,7 @@ def kernels(monkeypatch):
 def split_among(monkeypatch, processors):
     """Have attention split columns as on a device with so many multiprocessors."""
     monkeypatch.setattr(attention, "_SPLIT_COLUMNS", 20)
+    monkeypatch.setattr(attention, "_TILE_COLUMNS", 40)
     monkeypatch.setattr(attention, "processors", lambda device: processors)
 
 
@@ -77,8 +81,10 @@ def test_rows_attend_to_their_own_columns(heads, key_heads, size, window, proces
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_products_of_16_bits_are_summed_in_32():
-    dtype = torch.float16  # Triton's interpreter multiplies no bfloat16
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_16_bits_are_summed_in_32(dtype):
+    if dtype == torch.bfloat16 and "DSCHAT_LORA_KERNELS" not in os.environ:
+        pytest.skip("Triton's interpreter multiplies none")
     key, value = stores(3, 2, 64, dtype)
     query = draw(3, 4, 64, dtype=dtype)
     first, last = [0, 0, 9], [149, 5, 149]
@@ -117,3 +123,34 @@ def test_rows_of_one_prompt_read_it_together(heads, key_heads, window, processor
     columns = of(BEGIN, ENDS, own=SHARED, tiles=GROUPS, window=window)
     found = attend_own_columns(query, key, value, columns, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("heads", [4, 32])  # of which programs read for 8 rows and for 4
+def test_rows_read_the_columns_that_are_counted(heads, window, monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if "DSCHAT_LORA_KERNELS" in os.environ:
+        pytest.skip("counts loads of Triton's interpreter")
+    split_among(monkeypatch, 40)
+    key, value = with_shared(*stores(8, 2, 32))
+    columns = of(BEGIN, ENDS, own=SHARED, tiles=GROUPS, window=window)
+    read, load = [], interpreter.interpreter_builder.create_masked_load
+    begin, end = key.data_ptr(), value.data_ptr()
+
+    def note(addresses, mask, *rest):
+        given = addresses.data[mask.data]
+        read.append(((given >= begin) & (given < end)).sum())
+        return load(addresses, mask, *rest)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", note)
+    attend_own_columns(draw(8, heads, 32), key, value, columns, scale=0.3)
+    _, _, copies, _ = attention.blocks(32, key.itemsize, heads // 2)
+    counted = columns_read(columns, copies=copies)
+    assert sum(read) == 2 * 32 * int(counted.sum()), "keys of two heads"
+    # By hand: of rows what is behind their prompts.
+    own = [
+        max(0, n + 1 - max(b, o, n + 1 - (window or n + 1)))
+        for b, o, n in zip(BEGIN, SHARED, ENDS, strict=True)
+    ]
+    assert counted[:8].tolist() == own
+    assert int(columns_read(columns, copies=copies, block=16).sum()) >= int(counted.sum())
