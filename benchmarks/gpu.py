@@ -10,7 +10,7 @@ from typing import Any
 USER_CASES = ("sft-1.3b", "ppo-1.3b", "sft-6.7b", "ppo-6.7b")
 PUBLISHED = (
     *("sft-llama-3.1-8b", "sft-qwen2.5-7b", "decode-qwen3-4b", "grpo-qwen2.5-1.5b"),
-    *("grpo-llama-3.1-8b", "sft-qwen3-30b-a3b", "decode-qwen3-30b-a3b"),
+    *("rows", "grpo-llama-3.1-8b", "sft-qwen3-30b-a3b", "decode-qwen3-30b-a3b"),
 )
 # Part -> its module under benchmarks.parts, and what else its run() takes.
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -7,7 +7,7 @@
 # Parts, all by default: env trajectories scaling reload saving commands pairs sft decode ppo attention
 # lora optimizer throughput-1.3b throughput-6.7b tensor-parallel ragged user-sft-1.3b user-ppo-1.3b
 # user-sft-6.7b user-ppo-6.7b sft-llama-3.1-8b sft-qwen2.5-7b decode-qwen3-4b grpo-qwen2.5-1.5b
-# grpo-llama-3.1-8b sft-qwen3-30b-a3b decode-qwen3-30b-a3b
+# rows grpo-llama-3.1-8b sft-qwen3-30b-a3b decode-qwen3-30b-a3b
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results
@@ -27,7 +27,7 @@ PARTS=(
   throughput-1.3b throughput-6.7b tensor-parallel ragged
   user-sft-1.3b user-ppo-1.3b user-sft-6.7b user-ppo-6.7b
   sft-llama-3.1-8b sft-qwen2.5-7b decode-qwen3-4b grpo-qwen2.5-1.5b
-  grpo-llama-3.1-8b sft-qwen3-30b-a3b decode-qwen3-30b-a3b
+  rows grpo-llama-3.1-8b sft-qwen3-30b-a3b decode-qwen3-30b-a3b
 )
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -59,7 +59,7 @@ limit() {
     sft-*) echo 120 ;;
     decode-qwen3-4b) echo 90 ;;
     decode-*) echo 120 ;;
-    grpo-*) echo 120 ;;
+    rows | grpo-*) echo 120 ;;
     *) return 1 ;;
   esac
 }

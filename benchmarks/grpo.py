@@ -62,6 +62,7 @@ class Work:
     cpu_seconds: float
     generated: int
     amount: float = 1.0
+    generation_seconds: float | None = None
 
 
 @dataclass
@@ -74,10 +75,10 @@ class Clock:
         """Begin an iteration."""
         self._begun = time.perf_counter(), time.process_time()
 
-    def end(self, generated: int) -> None:
+    def end(self, generated: int, **more: float) -> None:
         """Tell what the iteration took."""
         wall, cpu = self._begun
-        self.send(Work(time.perf_counter() - wall, time.process_time() - cpu, generated))
+        self.send(Work(time.perf_counter() - wall, time.process_time() - cpu, generated, **more))
 
 
 def reward(responses: Sequence[str]) -> list[float]:
@@ -95,6 +96,8 @@ def serve_ours(connection: Any, task: PpoTask) -> None:
         "num_generations": str(task.size.group),
         "reward_function": "benchmarks.grpo:reward",
         "kl_coef": str(KL_COEF),
+        "max_num_seqs": str(task.size.max_num_seqs),
+        "overwrite_output_dir": "",  # of a run with other options
         **(_on_gpu(task) if torch.cuda.is_available() else {"merge_for_rollouts": ""}),
     }
     clock = Clock(connection.send)
@@ -106,7 +109,9 @@ def serve_ours(connection: Any, task: PpoTask) -> None:
             clock.start()
             trainer.iterate()
             (*_, line) = metrics.read_text(encoding="utf-8").splitlines()
-            clock.end(json.loads(line)["supervised_tokens"])
+            figures = json.loads(line)
+            generation = figures["generation_seconds"]
+            clock.end(figures["supervised_tokens"], generation_seconds=generation)
         connection.send(peak_bytes())
 
 

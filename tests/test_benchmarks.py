@@ -56,7 +56,7 @@ PARTS = (
     "ragged",
     *("user-sft-1.3b", "user-ppo-1.3b", "user-sft-6.7b", "user-ppo-6.7b"),
     *("sft-llama-3.1-8b", "sft-qwen2.5-7b", "decode-qwen3-4b", "grpo-qwen2.5-1.5b"),
-    *("grpo-llama-3.1-8b", "sft-qwen3-30b-a3b", "decode-qwen3-30b-a3b"),
+    *("rows", "grpo-llama-3.1-8b", "sft-qwen3-30b-a3b", "decode-qwen3-30b-a3b"),
 )
 
 

@@ -52,6 +52,7 @@ class IterationSize:
         settings: those that are measured.
         rounds: iterations of each. seconds: no round begins later than so much after the first.
         group: responses to a prompt, of algorithms that compare them.
+        max_num_seqs: responses that the package decodes at a time.
     """
 
     actor: DecoderShape | Shape
@@ -66,6 +67,7 @@ class IterationSize:
     rounds: int
     seconds: float
     group: int = 8
+    max_num_seqs: int | str = "auto"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ class Iteration:
     base_bits: Any = 16
     most_gib: float | None = None  # of memory
     most_seconds: float | None = None
-    has_contender: bool = False
+    # Contenders, with the responses that ours decodes at a time.
+    ways: tuple[tuple[str, int | str], ...] = ((grpo.OURS, "auto"),)
 
 
 PUBLISHED: dict[str, Training | Decoding | Iteration] = {
@@ -80,7 +81,13 @@ PUBLISHED: dict[str, Training | Decoding | Iteration] = {
         "llama-3-8b", 8, 16_000, 4_000, 1, 16, base_bits=4, most_gib=30.0
     ),
     "grpo-qwen2.5-1.5b": Iteration(
-        "qwen2.5-1.5b", 168, 128, 1_200, 8, 1, most_seconds=5.0, has_contender=True
+        *("qwen2.5-1.5b", 168, 128, 1_200, 8, 1),
+        most_seconds=5.0,
+        ways=((grpo.OURS, "auto"), (grpo.TRL, "auto")),
+    ),
+    "rows": Iteration(
+        *("llama-3.2-1b", 64, 256, 256, 8, 16),
+        ways=((grpo.OURS, "auto"), (grpo.OURS, 64), (grpo.OURS, 16)),
     ),
 }
 
@@ -172,15 +179,15 @@ def _iterate(report: PartReport, setting: Iteration, shape: Shape, *, tiny: bool
     )  # fmt: skip
     dtype = "fp32" if tiny else resolve_dtype("auto")
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-    contenders = (grpo.OURS, grpo.TRL) if setting.has_contender else (grpo.OURS,)
     with tempfile.TemporaryDirectory() as directory:
         task = write_task(Path(directory), size, dtype=dtype, threads=threads, device=device())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         rows: list[dict[str, Any]] = []
-        for name in contenders:  # one after another, as the later one may be stopped
+        for name, at_a_time in setting.ways:  # one after another, as later ones may be stopped
             optional = ("trl", "peft", "datasets")
-            (runner,) = start_all((name,), grpo.serve, task, optional=optional)
+            own = replace(task, size=replace(size, max_num_seqs=at_a_time))
+            (runner,) = start_all((name,), grpo.serve, own, optional=optional)
             try:
                 take_turns([runner], rounds=size.rounds + 1, seconds=size.seconds)
             finally:
@@ -188,11 +195,14 @@ def _iterate(report: PartReport, setting: Iteration, shape: Shape, *, tiny: bool
             works = runner.works[1:] or runner.works  # the first turn warms up
             ours = rows[0]["seconds"] if rows else None
             seconds = median(work.wall_seconds for work in works) if works else None
+            generation = [work.generation_seconds for work in works if work.generation_seconds]
             rows.append(
                 {
                     "contender": name,
                     "rounds": len(works),
+                    "max_num_seqs": at_a_time if name == grpo.OURS else None,
                     "seconds": seconds,
+                    "generation_seconds": median(generation) if generation else None,
                     "x_ours": seconds / ours if seconds and ours else None,
                     "generated": works[0].generated if works else 0,
                     "peak_gib": runner.peak_bytes and runner.peak_bytes / GIB,
@@ -202,7 +212,9 @@ def _iterate(report: PartReport, setting: Iteration, shape: Shape, *, tiny: bool
             report.store({"dtype": dtype, "cases": rows})
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     own = rows[0]
-    report.check("ours ran", own["rounds"] > 0 and own["problem"] is None)
+    ran = [row["rounds"] > 0 and row["problem"] is None for row in rows]
+    ours = [each for (name, _), each in zip(setting.ways, ran, strict=True) if name == grpo.OURS]
+    report.check("ours ran", all(ours))
     if not tiny and setting.most_gib is not None:
         most = setting.most_gib
         report.check(f"at most {most:g} GiB", (own["peak_gib"] or most + 1) <= most)

@@ -101,8 +101,7 @@ class FastLinears:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within, the layers compute so, with the values that adapters have now."""
-        for copy, source in zip(self._copies, self._sources, strict=True):
-            copy.copy_(source())
+        self._refresh_copies()
         self._merge_adapters()
         codes = [holder._parameters[name] for holder, name, _ in self._experts]
         try:
@@ -179,6 +178,21 @@ class FastLinears:
         for layer, part in zip(layers, torch.split(stack, sizes), strict=True):
             self._merged.append((part, layer))
         return StackedLinears(stack, self._bias(layers, sizes, len(stack)), sizes)
+
+    def _refresh_copies(self) -> None:
+        """Copy what has changed since the last time, all of one type by one operation."""
+        alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for copy, read in zip(self._copies, self._sources, strict=True):
+            source = read().detach()
+            # One of another layout would have the others of its list copied one by one, too.
+            if copy.is_contiguous() and source.is_contiguous():
+                copies, sources = alike.setdefault((copy.dtype, source.dtype), ([], []))
+                copies.append(copy)
+                sources.append(source)
+            else:
+                copy.copy_(source)
+        for copies, sources in alike.values():
+            torch._foreach_copy_(copies, sources)
 
     def _merge_adapters(self) -> None:
         """Make merged copies anew, one by one: in fp32 they take memory."""
