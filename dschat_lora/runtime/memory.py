@@ -174,8 +174,8 @@ class MemoryPlan:
         return (
             f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
-            f"{self.training / GIB:.3g}{graphs}, update {self.update / GIB:.3g}, keys and values while "
-            f"decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
+            f"{self.training / GIB:.3g}{graphs}, update {self.update / GIB:.3g}, keys and values "
+            f"while decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
             f"{self.host_words}"
         )
 
