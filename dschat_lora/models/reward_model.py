@@ -21,6 +21,7 @@ from dschat_lora.models.loading import (
     attention_errors,
     build_without_values,
     check_loaded,
+    completed,
     hub_errors,
     load_options,
     only_errors,
@@ -73,6 +74,8 @@ def load_reward_model(
         else:
             model, missing = _read(path, model_config, options)
             check_alone(model)
+    if base is None:
+        model = completed(model, config)
     if f"{HEAD}.weight" in missing:
         if seed is None:
             raise ValueError(
