@@ -191,16 +191,16 @@ def load_causal_lm(
                 check_alone(model)
                 with suppress(OSError):  # as transformers, which many models do without
                     model.generation_config = GenerationConfig.from_pretrained(located(path)[0])
-            return completed(model, config)
+            return complete(model, config)
         model, report = auto.from_pretrained(
             path, config=model_config, output_loading_info=True, **kwargs
         )
         check_loaded(model, report["missing_keys"])
         check_alone(model)
-        return completed(model, config)
+        return complete(model, config)
 
 
-def completed(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+def complete(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """The model by few kernels, whose ``base_model`` is what lies below its head."""
     planned = planned_varlen()  # where a GPU is planned, whether kernels in Triton run on it
     on_gpu = torch.cuda.is_available() if planned is None else True

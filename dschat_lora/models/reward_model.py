@@ -21,7 +21,7 @@ from dschat_lora.models.loading import (
     attention_errors,
     build_without_values,
     check_loaded,
-    completed,
+    complete,
     hub_errors,
     load_options,
     only_errors,
@@ -83,7 +83,7 @@ def load_reward_model(
             )
         if not model.score.weight.is_meta:
             init_head_(model.score, seed=seed)
-    return model
+    return complete(model, config)
 
 
 def _with_score(model: PreTrainedModel) -> PreTrainedModel:

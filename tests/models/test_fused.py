@@ -9,10 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.kernels import support
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.fused import fuse_kernels
+from dschat_lora.models.reward_model import load_reward_model
 from helpers.kinds import tiny_config
 
 KINDS = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi", "olmo2", "qwen3_moe"]
@@ -188,3 +189,28 @@ def test_a_norm_of_weights_of_another_type_computes_by_itself(plain):
     fuse_kernels(model, on_cpu=True)
     assert norm(x).dtype == expected.dtype == torch.float32
     assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_reward_model_and_a_critic_on_the_base_of_others_compute_by_fewer_kernels(
+    shares, plain, tmp_path
+):
+    model = plain("llama")
+    base = model if shares else None
+    model.save_pretrained(tmp_path)
+    found = {}
+    for fused in ("on", "off"):
+        scorer = load_reward_model(
+            str(tmp_path),
+            tiny_config("llama"),
+            ModelConfig(fused_kernels=fused),
+            dtype=torch.float32,
+            seed=0,
+            meta=False,
+            base=base,
+        )
+        few = [each for each in scorer.modules() if getattr(each, "keeps_least", False)]
+        found[fused] = scorer(torch.arange(34).view(2, 17) % 40 + 5).logits, len(few)
+    torch.testing.assert_close(found["on"][0], found["off"][0])
+    # Two norms and an MLP of each of two blocks, and the last norm.
+    assert (found["on"][1], found["off"][1]) == (2 * 3 + 1, 0)
