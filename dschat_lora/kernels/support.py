@@ -48,9 +48,10 @@ def try_kernels(device: torch.device) -> None:
     from dschat_lora.kernels.norms import rms_norm_rows
 
     row = torch.ones(1, 16, device=device)
+    failures: tuple[type[Exception], ...] = (RuntimeError, *errors(device))
     try:
         rms_norm_rows(row, row[0], 1e-5)
-    except (RuntimeError, *errors(device)) as error:
+    except failures as error:
         OFF = True
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"computing without kernels in Triton, more slowly: {reason}", stacklevel=2)

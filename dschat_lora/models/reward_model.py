@@ -74,8 +74,6 @@ def load_reward_model(
         else:
             model, missing = _read(path, model_config, options)
             check_alone(model)
-    if base is None:
-        model = completed(model, config)
     if f"{HEAD}.weight" in missing:
         if seed is None:
             raise ValueError(

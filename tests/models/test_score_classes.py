@@ -1,7 +1,6 @@
 """Reward models of decoders that transformers has no classifier of, here and under stock PEFT."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -103,18 +102,6 @@ def test_scores_are_the_last_hidden_state_of_the_language_model_times_a_new_head
     with torch.no_grad():
         own = [model(torch.tensor([s])).logits[0, 0] for s in sequences()]
     torch.testing.assert_close(torch.stack(own), expected)
-
-
-def test_a_reward_model_is_computed_by_few_kernels_as_a_language_model_is(base):
-    config, options = load_config(str(base), OPTIONS), {"dtype": torch.float32, "meta": False}
-    scores = []
-    for kernels in ("on", "off"):
-        given = replace(OPTIONS, fused_kernels=kernels)
-        model = load_reward_model(str(base), config, given, seed=3, **options).eval()
-        is_fused = any(getattr(module, "keeps_least", False) for module in model.modules())
-        assert is_fused == (kernels == "on")
-        scores.append(our_scores(model))
-    torch.testing.assert_close(*scores)
 
 
 def test_stock_peft_scores_alike_by_the_code_of_the_model_card(base, trained, tmp_path):
