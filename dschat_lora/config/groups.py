@@ -177,6 +177,11 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         require(self.compute_fp32_loss, "no-compute_fp32_loss", False, "absent: the loss is fp32")
+        if self.compile and self.training_graphs == "on":
+            raise ValueError(
+                "--training_graphs on: --compile makes other operations of the blocks; use auto or "
+                "off"
+            )
 
 
 @dataclass(frozen=True)

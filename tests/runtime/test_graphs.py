@@ -70,9 +70,8 @@ def test_what_graphs_cannot_have_is_known_before(reason):
     facts, options = REFUSED[reason]
     one = trained("opt-1.3b", layers=1, rows=1, **facts)
     assert not takes_graphs(one, ModelConfig(**options), peak=H200)
-    asked = ModelConfig(training_graphs="on", **options)
     with pytest.raises(ValueError, match="--training_graphs on") as caught:
-        plan_graphs(None, {"model": one}, asked, free=0)
+        plan_graphs(None, {"model": one}, ModelConfig(training_graphs="on", **options), free=0)
     assert str(caught.value) == f"--training_graphs on: {reason}; use auto or off"
 
 

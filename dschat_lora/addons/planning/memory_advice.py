@@ -23,7 +23,8 @@ from dschat_lora.models.option_checks import check_divides, check_training
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import MemoryEstimate
 from dschat_lora.perf.shape import describe
-from dschat_lora.runtime.memory import trained_model
+from dschat_lora.runtime.graphs import takes_graphs
+from dschat_lora.runtime.memory import GIB, peak_here, trained_model
 
 Change = Mapping[str, object]  # option -> its new value
 Estimator = Callable[..., MemoryEstimate]  # with the arguments of TrainedModel.estimate
@@ -106,6 +107,10 @@ def advise(
         device_bytes=device_bytes,
         larger_groups=_larger_groups(adapted, config),
     )
+    peak = peak_here(settings.torch_dtype)
+    if takes_graphs(now, config.model, peak=peak):
+        kept = now.estimated().activations / GIB
+        advice += f". --training_graphs off takes {kept:.3g} GiB less, where graphs were recorded"
     if tokens := config.batch.tokens_per_device:
         advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"
     return advice

@@ -11,7 +11,7 @@ from dschat_lora.addons.planning.memory_advice import MemoryOptions, out_of_memo
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
-from dschat_lora.runtime.memory import explaining_memory
+from dschat_lora.runtime.memory import explaining_memory, trained_model
 from helpers.perf_models import add_lora, opt, project_lora
 from helpers.runs import LORA, engine_settings, load_model
 from helpers.spread import ALL
@@ -463,3 +463,17 @@ def test_the_error_of_a_stage_has_what_fills_the_device_and_which_options_help(
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 2" in str(error.value)
+
+
+def test_what_graphs_of_training_keep_is_named_where_they_are_taken(monkeypatch, model_directory):
+    monkeypatch.setattr(memory_advice, "world_size", lambda: 1)
+    adapted = AdaptedModel(load_model(model_directory("opt"), LORA), LoraConfig(**LORA), [])
+    config = parsed("--lora_dim", 4, "--per_device_train_batch_size", 8, "--max_seq_len", 16)
+
+    def advised(taken):
+        monkeypatch.setattr(memory_advice, "takes_graphs", lambda *_, **__: taken)
+        return memory_advice.advise(None, None, adapted, config, engine_settings(micro=8))
+
+    assert "--training_graphs" not in advised(False)
+    kept = trained_model(adapted, config, engine_settings(micro=8)).estimated().activations
+    assert f"--training_graphs off takes {kept / 2**30:.3g} GiB less" in advised(True)
