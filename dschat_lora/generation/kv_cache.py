@@ -27,7 +27,10 @@ _BY_PRODUCTS, _ONE_TOKEN = "dschat_lora_decode", "dschat_lora_decode_one_token"
 _BY_KERNEL = "dschat_lora_decode_own_columns"
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Options of attention layers without effect where a mask is given, out of training.
-_WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
+_WITHOUT_EFFECT = {
+    *("dropout", "is_causal", "position_ids", "sliding_window", "use_cache"),
+    "output_router_logits",  # of models with experts
+}
 
 
 def takes_cache(model: PreTrainedModel) -> bool:

@@ -98,7 +98,8 @@ def run_watching(step: Step) -> str | None:
     def note(message: Any, category: Any, file: str, line: int, *rest: Any) -> None:
         if _WAIT not in str(message):
             show(message, category, file, line, *rest)
-        elif threading.get_ident() == thread:
+        elif threading.get_ident() == thread or torch._C._current_graph_task_id() >= 0:
+            # The latter in a backward pass, which has a thread of its own.
             places.append(f"{Path(file).name}:{line}")
 
     with warnings.catch_warnings():

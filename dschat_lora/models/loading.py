@@ -29,7 +29,7 @@ from dschat_lora.config.groups import LoadConfig, ModelConfig, parse_rope_scalin
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.engine.distributed import planned_varlen
-from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.kernels.support import runs_kernels, try_kernels
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.attention import LONG, flash_3
 from dschat_lora.models.composite import auto_class, check_alone, text_config
@@ -204,6 +204,8 @@ def complete(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """The model by few kernels, whose ``base_model`` is what lies below its head."""
     planned = planned_varlen()  # where a GPU is planned, whether kernels in Triton run on it
     on_gpu = torch.cuda.is_available() if planned is None else True
+    if planned is None and on_gpu:
+        try_kernels(torch.device("cuda"))
     if config.fused_kernels == "on" or (config.fused_kernels == "auto" and on_gpu):
         on_cpu = config.fused_kernels == "on"
         mlps = on_cpu or (runs_kernels(torch.device("cuda")) if planned is None else planned)

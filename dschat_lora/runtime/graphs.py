@@ -82,7 +82,7 @@ def plan_graphs(
     if plan is not None:
         # A pass of a shape that is not recorded has its own activations beside these.
         kept = sum(each.estimated().activations for each in taken)
-        plan = replace(plan, training=plan.training + kept)
+        plan = replace(plan, graphs=kept)
     return plan, [name for name, each in models.items() if each in taken]
 
 

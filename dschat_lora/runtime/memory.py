@@ -143,32 +143,39 @@ class MemoryPlan:
 
     weights: int  # of all models, each shared tensor once
     separate_weights: int  # what models would take that share no tensors
-    training: int  # gradients and optimizer state, a moving average, and memory of CUDA graphs
+    training: int  # gradients and optimizer state, and a moving average
     update: int  # activations and a chunk of logits, for full rows; what ZeRO 3 gathers
     cache: int  # keys and values of responses decoded at a time; at ZeRO 3 whole weights too
     keeps_cache: bool = False  # while weights are updated
     host: int = 0  # inputs of recomputed blocks, which are on the host
+    graphs: int = 0  # activations that CUDA graphs of training keep
 
     @property
     def peak(self) -> int:
         """The most at a time: decoding and updating take turns."""
         kept = self.cache if self.keeps_cache else 0
-        return max(self.updating + kept, self.weights + self.training + self.cache)
+        return max(self.updating + kept, self.decoding)
 
     @property
     def updating(self) -> int:
         """The most during an update, which recomputed activations reduce."""
-        return self.weights + self.training + self.update
+        return self.weights + self.training + self.graphs + self.update
+
+    @property
+    def decoding(self) -> int:
+        """The most while responses are drawn."""
+        return self.weights + self.training + self.graphs + self.cache
 
     def line(self) -> str:
         """The plan of several models in words, for the log."""
         saved = self.separate_weights - self.weights
+        graphs = f", CUDA graphs {self.graphs / GIB:.3g}" if self.graphs else ""
         shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
         return (
             f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
-            f"{self.training / GIB:.3g}, update {self.update / GIB:.3g}, keys and values while "
-            f"decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
+            f"{self.training / GIB:.3g}{graphs}, update {self.update / GIB:.3g}, keys and values "
+            f"while decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
             f"{self.host_words}"
         )
 

@@ -43,6 +43,7 @@ MODELS = {
     "qwen2": windowed,
     "mistral": lambda: sliding("mistral", "sdpa"),
     "gemma3": lambda: sliding("gemma3", "sdpa"),
+    "qwen3_moe": lambda: adapted("qwen3_moe"),
 }
 
 

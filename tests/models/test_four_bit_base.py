@@ -326,6 +326,7 @@ def test_the_device_that_is_trained_on_quantizes(model_directory, monkeypatch):
     path, plain, workers = model_directory("opt"), nf4.quantize, set()
     # A GPU that is here is none of ours: DS_ACCELERATOR chose the CPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     expected = codes_of(load(path))
 
     def noted(weight, worker=None, **options):

@@ -104,7 +104,8 @@ def test_auto_takes_graphs_where_their_memory_fits_too(monkeypatch):
         found, names = plan_graphs(plan, {"model": one}, load, free=free)
         assert names == ["model"] * taken
         # They are kept while responses are drawn, too.
-        assert found.training - plan.training == taken * kept
+        assert found.graphs == taken * kept
+        assert (", CUDA graphs " in found.line()) == taken
         assert found.peak - plan.peak == taken * kept
 
 

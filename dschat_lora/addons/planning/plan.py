@@ -125,6 +125,10 @@ class StepTime:
         taken = with_graphs(models, self.load, peak=peak, left=lambda: left - self.training_bytes)
         return [each for each in self.passes if each.trained in taken]
 
+    def graph_bytes_on(self, card: Card) -> int:
+        """Bytes of one device that graphs of these passes keep."""
+        return sum(each.trained.estimated().activations for each in self.recorded_on(card))
+
     def on(self, card: Card, *, fused: bool | None = None, graphs: bool = True) -> "Seconds | None":
         """Its time on a card, by estimate; None where the card's peak is not known.
 
@@ -226,8 +230,7 @@ class StagePlan:
         beside = sum(self.beside.values())
         if not isinstance(self.models, Roles):
             return {TRAINING: plan.updating + beside}
-        decoding = plan.weights + plan.training + plan.cache
-        return {TRAINING: plan.updating + beside, GENERATION: decoding + beside}
+        return {TRAINING: plan.updating + beside, GENERATION: plan.decoding + beside}
 
     @property
     def left_out(self) -> tuple[str, int] | None:

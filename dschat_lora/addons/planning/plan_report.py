@@ -322,9 +322,8 @@ def _launch_lines(planned: Planned, time: StepTime) -> Iterator[str]:
     """What helps where launching takes the time, and what graphs of training give and take."""
     if bound := launch_words(planned, time):
         yield wrapped(f"  launches     {bound}")
-    recorded = [] if planned.card is None else time.recorded_on(planned.card)
-    if planned.card is not None and recorded:
-        kept = sum(each.trained.estimated().activations for each in recorded)
+    kept = 0 if planned.card is None else time.graph_bytes_on(planned.card)
+    if planned.card is not None and kept:
         eager = time.on(planned.card, graphs=False)
         assert eager is not None
         yield wrapped(

@@ -278,7 +278,8 @@ def with_rows_by_memory(plan: StagePlan, card: Card) -> StagePlan:
     if not isinstance(plan.models, Roles):
         return plan
     free = int((card.usable_bytes - sum(plan.beside.values())) / USABLE)
-    memory, _ = unpacking_for_rollouts(plan.memory_plan, plan.models, free=free)
+    recorded = replace(plan.memory_plan, graphs=plan.time.graph_bytes_on(card))
+    memory, _ = unpacking_for_rollouts(recorded, plan.models, free=free)
     config, _ = decoding_by_memory(plan.config, memory, plan.models.actor.model, free=free)
     return plan.changed(config)
 

@@ -51,7 +51,8 @@ def memory_advice(
     scores them or trains. ``plan`` is that of the run, ``planned`` that of its models with other
     options; it may raise a ValueError.
     """
-    remedies = _remedies(config, keeps_cache=plan is not None and plan.keeps_cache)
+    keeps_cache, records = (False, False) if plan is None else (plan.keeps_cache, plan.graphs > 0)
+    remedies = _remedies(config, keeps_cache=keeps_cache, records=records)
     if plan is None:
         return f"out of GPU memory: {untested(remedies, _typed)}"
     unpacked = plan.cache - whole.cache if (whole := planned(config)) is not None else 0
@@ -66,11 +67,11 @@ def memory_advice(
                 if stage := change.get("zero_stage"):
                     values |= {"actor_zero_stage": stage, "critic_zero_stage": stage}
                 found = planned(build_config(RlhfConfig, values)) or plan
-                found = replace(found, cache=found.cache + unpacked)
+                graphs = 0 if change.get("training_graphs") == "off" else plan.graphs
+                found = replace(found, cache=found.cache + unpacked, graphs=graphs)
             keeps = keeps and "release_inference_cache" not in change
-        decoding = found.weights + found.training + found.cache
         training = found.updating + (found.cache if keeps else 0)
-        return (decoding, training) if decodes else (training, decoding)
+        return (found.decoding, training) if decodes else (training, found.decoding)
 
     def need(change: Change) -> int:
         own, other = phases(frozenset(change.items()))
@@ -81,6 +82,8 @@ def memory_advice(
     now, _ = phases(frozenset())
     budget = None if device_bytes is None else int(USABLE * min(device_bytes, now))
     sizes = {"of weights": plan.weights, "of gradients and optimizer state": plan.training}
+    if records:
+        sizes["of CUDA graphs"] = plan.graphs
     if not decodes:
         sizes["for a micro-batch"] = plan.update
     if decodes or plan.keeps_cache:
@@ -92,7 +95,7 @@ def memory_advice(
     )
 
 
-def _remedies(config: RlhfConfig, *, keeps_cache: bool) -> list[Remedy]:
+def _remedies(config: RlhfConfig, *, keeps_cache: bool, records: bool) -> list[Remedy]:
     """Changes that are left, the least costly first; all but of the bits leave results alone."""
     batch, data = config.batch, config.data
     kept = [f"{role}_gradient_checkpointing" for role in ("critic", "actor")]
@@ -110,6 +113,7 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool) -> list[Remedy]:
     whole = (config.parallel.zero_stage or 0) < 3
     table: list[tuple[bool, str, Sequence[Change]]] = [
         (keeps_cache, "free what decoding keeps", [{"release_inference_cache": True}]),
+        (records, "train without CUDA graphs", [{"training_graphs": "off"}]),
         (True, "compute fewer rows at once", rows),
         (True, "decode fewer responses at once", decoded),
         (

@@ -90,7 +90,7 @@ def decoding_by_memory(
 
     def is_full(groups: int) -> bool:
         rows = groups * batch.num_generations
-        kept = plan.weights + plan.training + decoding(rows)[1].cache
+        kept = decoding(rows)[1].decoding
         # Half of what estimates leave is for these, half for what the allocator loses.
         passes = passes_bytes(config, model, rows=rows)
         return kept > USABLE * free or kept + passes > (1 + USABLE) / 2 * free
@@ -160,7 +160,7 @@ def rollout_words(config: RlhfConfig, plan: MemoryPlan | None, model: nn.Module)
     if batch.rows_that_fit is None or plan is None:
         return words
     cache = cache_bytes(config, model)
-    beside = plan.weights + plan.training + plan.cache - cache
+    beside = plan.decoding - cache
     return (
         f"{words} (--max_num_seqs auto: {cache / GIB:.3g} GiB of keys and values fit beside "
         f"{beside / GIB:.3g} GiB of weights and the like)"

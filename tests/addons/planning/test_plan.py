@@ -131,6 +131,24 @@ def test_roles_on_one_base_count_its_weights_once_and_decoding_its_cache(tiny, h
     assert memory.phases[TRAINING] == kept + moving
 
 
+def test_rows_are_planned_beside_what_graphs_of_training_keep(home):
+    options = {
+        **{"actor_model_name_or_path": "Qwen3-0.6B", "actor_lora_dim": 16, "algorithm": "grpo"},
+        **{"reward_function": ("builtin:regex=a",), "per_device_generation_batch_size": 256},
+        **{"max_prompt_seq_len": 256, "max_answer_seq_len": 1024},
+        **{"per_device_training_batch_size": 8},
+    }
+    card, found = find_card("RTX 4090"), {}
+    for graphs in ("on", "off"):
+        asked = options | {"training_graphs": graphs}
+        plan = plan_stage("rlhf", asked, home, card=card).plan
+        kept = plan.time.graph_bytes_on(card)
+        assert (kept > 0) == (graphs == "on")
+        assert plan.phases[GENERATION] + kept <= card.usable_bytes
+        found[graphs] = plan.config.batch.rows_decoded
+    assert found["on"] < found["off"] < 256
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "name", "rows"),

@@ -160,3 +160,10 @@ def test_the_error_says_what_was_done(tmp_path, error, words, frees):
         raise error("CUDA out of memory. Tried to allocate 2 GiB")
     assert words in str(found.value)
     assert ("--release_inference_cache" in str(found.value)) is frees
+
+
+def test_memory_of_graphs_is_named_and_can_be_freed():
+    plan = replace(planned(config()), graphs=8 * GIB)
+    said = memory_advice(config(), plan, planned, decodes=False, device_bytes=39 * GIB)
+    assert "8 GiB of CUDA graphs" in said
+    assert "; train without CUDA graphs (--training_graphs off), or compute" in said
