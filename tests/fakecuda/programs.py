@@ -279,7 +279,7 @@ def decode_by_memory(shape, *, card, generations=8, prompt=256, answer=1024, tok
         watch.truth = False  # no sequence ends
         free = torch.cuda.mem_get_info()[0]
         model = shapes.random_model(shapes.SHAPES[shape], dtype=torch.bfloat16, device=CUDA).eval()
-        config, weights = config_of(batch=batch, data=data), watch.live
+        config, weights = replace(config_of(batch=batch, data=data), eval_prompts=0), watch.live
         plan = MemoryPlan(weights, weights, 0, 0, cache_bytes(config, model))
         config, plan = decoding_by_memory(config, plan, model, free=free)
         rows = config.batch.rows_decoded

@@ -37,12 +37,15 @@ def options(**batch):
 def on_gpu(monkeypatch):
     monkeypatch.setattr(memory, "device_type", lambda: "cuda")
     monkeypatch.setattr(memory, "passes_bytes", lambda *_, rows: 0)
+    monkeypatch.setattr(memory, "_reading_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(memory, "READ_ROWS", 0)
 
 
 def chosen(config, *, eights, passes=None):
     """Rows decoded at a time, and the plan, where so many times 8 rows fit beside the weights."""
     model, weights = tiny_model("opt"), 10 * EIGHT
-    plan = MemoryPlan(weights, weights, EIGHT, 0, 3 * EIGHT + memory.cache_bytes(config, model))
+    cache = memory.cache_bytes(config, model) + memory.recorded_bytes(config, model)
+    plan = MemoryPlan(weights, weights, EIGHT, 0, 3 * EIGHT + cache)
     free = int((14 + eights) * EIGHT / USABLE) + 1
     return memory.decoding_by_memory(config, plan, model, free=free)
 
@@ -83,12 +86,27 @@ def test_a_cpu_decodes_a_batch_at_a_time():
     assert chosen(options(), eights=8)[0] == options()
 
 
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(("share", "rows"), [(0.9, 64), (1.1, 56)])
 def test_passes_over_prompts_have_half_of_what_estimates_leave(monkeypatch, share, rows):
-    monkeypatch.setattr(memory, "device_type", lambda: "cuda")
     room = (14 + 8) * EIGHT / USABLE * (1 - USABLE) / 2
     monkeypatch.setattr(memory, "passes_bytes", lambda *_, rows: share * room)
     assert chosen(options(), eights=8)[0].batch.rows_decoded == rows
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_recorded_passes_over_prompts_take_the_room_of_rows_that_are_refilled(monkeypatch):
+    each = 2 * EIGHT / (8 * 40 * 128)  # bytes of a pair, so that 8 prompts of 40 take as 16 rows
+    monkeypatch.setattr(
+        memory, "_reading_bytes", lambda *_, tokens, columns: each * tokens * columns
+    )
+    asked = replace(options(), eval_prompts=0)
+    config, plan = chosen(asked, eights=5)
+    assert config.batch.rows_decoded == 24
+    assert plan.cache == (3 + 3 + 2) * EIGHT
+    config, plan = chosen(asked, eights=8)
+    assert config.batch.rows_decoded == 64, "none is refilled"
+    assert plan.cache == (3 + 8) * EIGHT
 
 
 def test_fewer_than_the_responses_to_a_prompt_are_refused():

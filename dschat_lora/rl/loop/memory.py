@@ -11,6 +11,7 @@ from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size, device, device_type, max_over_ranks
 from dschat_lora.generation.batch_state import COLUMN_BUCKET, ROW_BUCKETS
+from dschat_lora.generation.slots import READ_ROWS, READ_TOKENS
 from dschat_lora.lora.layers import LoraLinear, is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.perf.cards import USABLE
@@ -82,8 +83,10 @@ def decoding_by_memory(
 
     def decoding(rows: int) -> tuple[RlhfConfig, MemoryPlan]:
         changed = replace(config, batch=replace(batch, rows_that_fit=rows))
-        more = cache_bytes(changed, model) - cache_bytes(config, model)
-        return changed, replace(plan, cache=plan.cache + more)
+        after, before = (
+            cache_bytes(each, model) + recorded_bytes(each, model) for each in (changed, config)
+        )
+        return changed, replace(plan, cache=plan.cache + after - before)
 
     def is_full(groups: int) -> bool:
         rows = groups * batch.num_generations
@@ -93,7 +96,8 @@ def decoding_by_memory(
         return kept > USABLE * free or kept + passes > (1 + USABLE) / 2 * free
 
     most = batch.responses // batch.num_generations
-    fitting = bisect_left(range(1, most + 1), True, key=is_full)
+    # Where all are decoded at once, none is refilled, and that may take less than a few fewer.
+    fitting = bisect_left(range(1, most), True, key=is_full) if is_full(most) else most
     fitting = -int(max_over_ranks(-float(fitting)))
     return decoding(batch.num_generations * max(1, fitting))
 
@@ -101,22 +105,52 @@ def decoding_by_memory(
 def passes_bytes(config: RlhfConfig, model: Any, *, rows: int) -> int:
     """Most bytes that passes of decoding take for themselves, with so many rows.
 
-    The prompts of a batch are read at once: each position has what the readers of an MLP give, its
-    activation and product, and four tensors of the hidden size; each pair two numbers of a mask.
-    A token is drawn from logits, probabilities and their sums, and has log-probabilities.
+    The prompts of a batch are read at once. A token is drawn from logits, probabilities and their
+    sums, and has log-probabilities.
     """
-    shape, width, length = describe(model), model.dtype.itemsize, config.data.max_prompt_seq_len
-    group = group_of(model)
+    length = config.data.max_prompt_seq_len
+    tokens = _prompts_at_once(config, rows) * length
+    of_prompts = _reading_bytes(model, tokens=tokens, columns=length)
+    return of_prompts + rows * describe(model).vocab_size * _LOGIT_BYTES
+
+
+def recorded_bytes(config: RlhfConfig, model: Any) -> int:
+    """Most bytes that CUDA graphs keep which read the prompts of rows that are refilled.
+
+    They are of one size at a time, as one's memory is the others' too; their logits are in fp32.
+    """
+    batch = config.batch
+    is_refilled = max(batch.responses, config.eval_prompts) > batch.rows_decoded
+    own = batch.engine.decodes_actor and not batch.engine.batches_itself
+    if device_type() != "cuda" or group_of(model) is not None or not (own and is_refilled):
+        return 0
+    columns = cache_columns(config)
+    columns += -columns % COLUMN_BUCKET
+    rows = 1 << (_prompts_at_once(config, batch.rows_decoded) - 1).bit_length()
+    tokens = min(READ_TOKENS, rows * config.data.max_prompt_seq_len)
+    of_prompts = _reading_bytes(model, tokens=tokens, columns=columns)
+    return of_prompts + 2 * 4 * READ_ROWS * describe(model).vocab_size
+
+
+def _prompts_at_once(config: RlhfConfig, rows: int) -> int:
+    # An evaluation has one response to a prompt.
+    return max(rows // config.batch.num_generations, min(rows, config.eval_prompts))
+
+
+def _reading_bytes(model: Any, *, tokens: int, columns: int) -> int:
+    """Most bytes that a pass over tokens of prompts takes, which attend to so many columns.
+
+    Each has what the readers of an MLP give, its activation and product, and four tensors of the
+    hidden size; each pair two numbers of a mask.
+    """
+    shape, group = describe(model), group_of(model)
     widest = max(
         sum(x.uses * x.out_features for x in readers) + 2 * down.uses * down.in_features
         for block in shape.blocks
         for *readers, down in chains_of(block.mlp)
     )
     position = widest / (1 if group is None else group.size) + 4 * shape.hidden_size
-    # An evaluation has one response to a prompt.
-    prompts = max(rows // config.batch.num_generations, min(rows, config.eval_prompts))
-    of_prompts = prompts * length * width * (position + 2 * length)
-    return round(of_prompts) + rows * shape.vocab_size * _LOGIT_BYTES
+    return round(tokens * model.dtype.itemsize * (position + 2 * columns))
 
 
 def rollout_words(config: RlhfConfig, plan: MemoryPlan | None, model: nn.Module) -> str:
@@ -143,7 +177,7 @@ def memory_plan(
     sharded = settings["actor"].zero_stage == 3 and data_world_size() > 1
     trained = [p for p in roles.actor.model.parameters() if p.requires_grad]
     try:
-        cache = cache_bytes(config, roles.actor.model)
+        cache = sum(count(config, roles.actor.model) for count in (cache_bytes, recorded_bytes))
     except ValueError:
         return None
     layers = [m.weight for m in roles.actor.model.modules() if isinstance(m, LoraLinear)]
