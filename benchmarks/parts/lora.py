@@ -71,10 +71,12 @@ def run(report: PartReport, *, tiny: bool) -> None:
     report.check("the formula makes more", min(plain["forward"], plain["backward"]) > 1)
 
 
-def _formula(*operands: Any, transposed: bool, casts: object) -> Tensor:
+def _formula(
+    x: Tensor, *operands: Any, transposed: bool, casts: object, gate: Tensor | None
+) -> Tensor:
     assert not transposed
     assert casts is None
-    return lora_linear_reference(*operands)
+    return lora_linear_reference(x if gate is None else F.silu(gate) * x, *operands)
 
 
 PRODUCTS: Mapping[str, Callable[..., Tensor]] = {OURS: lora_linear, FORMULA: _formula}

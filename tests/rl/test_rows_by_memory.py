@@ -44,8 +44,7 @@ def on_gpu(monkeypatch):
 def chosen(config, *, eights, passes=None):
     """Rows decoded at a time, and the plan, where so many times 8 rows fit beside the weights."""
     model, weights = tiny_model("opt"), 10 * EIGHT
-    cache = memory.cache_bytes(config, model) + memory.recorded_bytes(config, model)
-    plan = MemoryPlan(weights, weights, EIGHT, 0, 3 * EIGHT + cache)
+    plan = MemoryPlan(weights, weights, EIGHT, 0, 3 * EIGHT + memory.cache_bytes(config, model))
     free = int((14 + eights) * EIGHT / USABLE) + 1
     return memory.decoding_by_memory(config, plan, model, free=free)
 
@@ -101,12 +100,8 @@ def test_recorded_passes_over_prompts_take_the_room_of_rows_that_are_refilled(mo
         memory, "_reading_bytes", lambda *_, tokens, columns: each * tokens * columns
     )
     asked = replace(options(), eval_prompts=0)
-    config, plan = chosen(asked, eights=5)
-    assert config.batch.rows_decoded == 24
-    assert plan.cache == (3 + 3 + 2) * EIGHT
-    config, plan = chosen(asked, eights=8)
-    assert config.batch.rows_decoded == 64, "none is refilled"
-    assert plan.cache == (3 + 8) * EIGHT
+    assert chosen(asked, eights=5)[0].batch.rows_decoded == 24
+    assert chosen(asked, eights=8)[0].batch.rows_decoded == 64, "none is refilled"
 
 
 def test_fewer_than_the_responses_to_a_prompt_are_refused():

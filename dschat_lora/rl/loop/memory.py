@@ -83,14 +83,13 @@ def decoding_by_memory(
 
     def decoding(rows: int) -> tuple[RlhfConfig, MemoryPlan]:
         changed = replace(config, batch=replace(batch, rows_that_fit=rows))
-        after, before = (
-            cache_bytes(each, model) + recorded_bytes(each, model) for each in (changed, config)
-        )
-        return changed, replace(plan, cache=plan.cache + after - before)
+        more = cache_bytes(changed, model) - cache_bytes(config, model)
+        return changed, replace(plan, cache=plan.cache + more)
 
     def is_full(groups: int) -> bool:
         rows = groups * batch.num_generations
-        kept = decoding(rows)[1].decoding
+        changed, needed = decoding(rows)
+        kept = needed.decoding + recorded_bytes(changed, model)
         # Half of what estimates leave is for these, half for what the allocator loses.
         passes = passes_bytes(config, model, rows=rows)
         return kept > USABLE * free or kept + passes > (1 + USABLE) / 2 * free
@@ -177,7 +176,7 @@ def memory_plan(
     sharded = settings["actor"].zero_stage == 3 and data_world_size() > 1
     trained = [p for p in roles.actor.model.parameters() if p.requires_grad]
     try:
-        cache = sum(count(config, roles.actor.model) for count in (cache_bytes, recorded_bytes))
+        cache = cache_bytes(config, roles.actor.model)
     except ValueError:
         return None
     layers = [m.weight for m in roles.actor.model.modules() if isinstance(m, LoraLinear)]
