@@ -90,7 +90,7 @@ class OurLoop:
     def _take_place(self) -> None:
         engine: Any = self._engine
         engine.module.backbone = self._trunk
-        engine.step = partial(_timed, self.update, partial(TrainEngine.step, engine))
+        engine.queue_step = partial(_timed, self.update, partial(TrainEngine.queue_step, engine))
 
 
 class ChatLoop:

@@ -71,9 +71,9 @@ def run(report: PartReport, *, tiny: bool) -> None:
     report.check("the formula makes more", min(plain["forward"], plain["backward"]) > 1)
 
 
-def _formula(*operands: Any, transposed: bool, casts: object) -> Tensor:
+def _formula(*operands: Any, transposed: bool, casts: object, gate: object = None) -> Tensor:
     assert not transposed
-    assert casts is None
+    assert casts is gate is None
     return lora_linear_reference(*operands)
 
 
