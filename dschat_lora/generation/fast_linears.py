@@ -180,12 +180,12 @@ class FastLinears:
         return StackedLinears(stack, self._bias(layers, sizes, len(stack)), sizes)
 
     def _refresh_copies(self) -> None:
-        """Copy what has changed since the last time, all of one type by one operation."""
+        """Copy what has changed since the last time, on a GPU all of a type by one operation."""
         alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for copy, read in zip(self._copies, self._sources, strict=True):
             source = read().detach()
             # One of another layout would have the others of its list copied one by one, too.
-            if copy.is_contiguous() and source.is_contiguous():
+            if copy.is_cuda and copy.is_contiguous() and source.is_contiguous():
                 copies, sources = alike.setdefault((copy.dtype, source.dtype), ([], []))
                 copies.append(copy)
                 sources.append(source)
