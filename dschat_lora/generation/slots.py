@@ -31,6 +31,7 @@ from dschat_lora.generation.prefix_cache import (
 )
 from dschat_lora.generation.sampling import Responses
 from dschat_lora.generation.slot_cache import SlotCache
+from dschat_lora.kernels.support import next_power_of_2
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.backbone import attention_windows, recurrent_layers
 from dschat_lora.models.causal_lm import fp32_logits
@@ -243,7 +244,7 @@ class SlotRows:
         tokens = max(len(row.prompt) - row.known for row in rows)
         _, width = self._shape(0, max(len(row.prompt) for row in rows))
         count, clears = len(rows), rows[0].known == 0
-        columns, size = _read_columns(tokens), 1 << (count - 1).bit_length()
+        columns, size = _read_columns(tokens), next_power_of_2(count)
         records = self._has_few_shapes and not self._recurrent and last == 1
         if not records or size * columns > READ_TOKENS:
             given = to_device(self._table(rows, tokens), self.device)
@@ -298,7 +299,7 @@ class SlotRows:
             return
         for first in range(0, len(sources), MOVED_ROWS):
             part = [list(each[first : first + MOVED_ROWS]) for each in (sources, targets)]
-            size = 1 << (len(part[0]) - 1).bit_length()
+            size = next_power_of_2(len(part[0]))
             padded = torch.tensor([[*each, *each[:1] * (size - len(each))] for each in part])
             pairs = self._moves[:, :size]
             pairs.copy_(to_device(padded, self.device))
@@ -408,7 +409,7 @@ class SlotRows:
         if not self._has_few_shapes:
             return rows, columns
         most = ROW_BUCKETS[-1]  # beyond that a power of two would take up to twice the memory
-        bucket = rows + -rows % most if rows > most else 1 << max(0, rows - 1).bit_length()
+        bucket = rows + -rows % most if rows > most else next_power_of_2(rows)
         rows = min(bucket, self._most_rows) if rows <= self._most_rows else bucket
         return rows, columns + -columns % COLUMN_BUCKET
 
@@ -482,5 +483,5 @@ class SlotRows:
 def _read_columns(tokens: int) -> int:
     """Columns of a pass that reads so many tokens of a prompt."""
     if tokens < PROMPT_BUCKET:
-        return 1 << (tokens - 1).bit_length()
+        return next_power_of_2(tokens)
     return -(-tokens // PROMPT_BUCKET) * PROMPT_BUCKET

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat_lora.kernels.support import define
+from dschat_lora.kernels.support import define, next_power_of_2
 
 COPIES = 8  # rows that read together what they share
 NOWHERE = 2**30  # a column that no cache has
@@ -98,7 +98,7 @@ def _splits(programs: int, most: int, processors: int) -> int:
 
 def blocks(size: int, itemsize: int, heads: int) -> tuple[int, int, int, int]:
     """(PADDED_SIZE, PADDED_HEADS, COPIES, COLUMNS) of a program for so many heads of a key head."""
-    padded_size, padded_heads = (1 << (each - 1).bit_length() for each in (max(16, size), heads))
+    padded_size, padded_heads = map(next_power_of_2, (max(16, size), heads))
     queries = min(_MOST_QUERIES, _TILE_BYTES // (padded_size * itemsize))
     copies = min(COPIES, max(1, queries // padded_heads))
     columns = min(64, max(16, _BLOCK_BYTES // (padded_size * itemsize)))
@@ -155,7 +155,7 @@ def _combine_kernel(
 
     rows, heads, count, size = parts.shape
     output = query.new_empty(rows, heads, size)
-    padded_parts, padded_size = (1 << (each - 1).bit_length() for each in (count, size))
+    padded_parts, padded_size = map(next_power_of_2, (count, size))
     options = {"PADDED_PARTS": padded_parts, "SIZE": size, "PADDED_SIZE": padded_size}
     combine_parts[(rows * heads,)](
         *(parts, sums, first, own, output, heads), ROW_SPLITS=row_splits, PARTS=count, **options

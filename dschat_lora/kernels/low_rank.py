@@ -12,15 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat_lora.kernels.support import define
+from dschat_lora.kernels.support import define, next_power_of_2
 
 MOST_LAYERS = 3  # of one product
 _ONE_TILE = 16  # rows, the fewest that tensor cores take
-
-
-def next_power_of_2(number: int) -> int:
-    """The least power of two that is at least ``number``."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 def rank_of(up: Tensor | None) -> tuple[int, int]:

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat_lora.kernels.low_rank import next_power_of_2
-from dschat_lora.kernels.support import define
+from dschat_lora.kernels.support import define, next_power_of_2
 
 
 def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:

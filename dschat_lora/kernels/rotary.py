@@ -9,7 +9,7 @@ round, each half by the sines of the other. Results lie in memory as what they a
 import torch
 from torch import Tensor
 
-from dschat_lora.kernels.support import define
+from dschat_lora.kernels.support import define, next_power_of_2
 
 _HEADS = 8  # of a program
 
@@ -35,7 +35,7 @@ def _kernel(
             *(tokens, q_heads, k_heads, half),
             TRANSPOSED=transposed,
             HEADS=_HEADS,
-            HALF=1 << (half - 1).bit_length(),
+            HALF=next_power_of_2(half),
         )
     return outputs
 

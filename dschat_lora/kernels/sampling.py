@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.kernels.low_rank import next_power_of_2
-from dschat_lora.kernels.support import define
+from dschat_lora.kernels.support import define, next_power_of_2
 
 BLOCK = 1024  # of the vocabulary
 

@@ -1,6 +1,5 @@
 """Operators whose kernels on a GPU are written in Triton."""
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -40,21 +39,9 @@ def errors(device: torch.device) -> tuple[type[Exception], ...]:
     return TritonError, OSError, SubprocessError, AssertionError  # the last without libcuda.so.1
 
 
-def try_kernels(device: torch.device) -> None:
-    """Have no kernels run in this process, and warn, where ``device`` does not launch one."""
-    global OFF
-    if not runs_kernels(device):
-        return
-    from dschat_lora.kernels.norms import rms_norm_rows
-
-    row = torch.ones(1, 16, device=device)
-    failures: tuple[type[Exception], ...] = (RuntimeError, *errors(device))
-    try:
-        rms_norm_rows(row, row[0], 1e-5)
-    except failures as error:
-        OFF = True
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"computing without kernels in Triton, more slowly: {reason}", stacklevel=2)
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is at least ``number``, 1 for none."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def define(

@@ -12,7 +12,7 @@ shared with every other layer that reads it, and ``x A^T``, which is r wide.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,15 @@ from torch import Tensor, nn
 
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
 
-if TYPE_CHECKING:
-    from dschat_lora.lora.shared_input import SharedInput
-
 # Since torch 2.8, on CUDA.
 _MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
+
+
+class Together(Protocol):
+    """What computes layers of one input for all of them."""
+
+    def read(self, layer: "LoraLinear", x: Tensor) -> Tensor | None:
+        """(..., out) of one of the layers; None where it is to compute by itself."""
 
 
 class LoraLinear(nn.Module):
@@ -48,7 +52,7 @@ class LoraLinear(nn.Module):
 
     takes_casts = True
     casts: tuple[Tensor, Tensor] | None = None
-    shared: "SharedInput | None" = None
+    shared: Together | None = None
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
     weight: nn.Parameter

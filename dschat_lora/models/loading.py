@@ -29,7 +29,8 @@ from dschat_lora.config.groups import LoadConfig, ModelConfig, parse_rope_scalin
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.engine.distributed import planned_varlen
-from dschat_lora.kernels.support import runs_kernels, try_kernels
+from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.kernels.trial import try_kernels
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.models.attention import LONG, flash_3
 from dschat_lora.models.composite import auto_class, check_alone, text_config

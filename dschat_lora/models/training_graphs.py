@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dschat_lora.algos.segments import Spans
+from dschat_lora.kernels.support import next_power_of_2
 from dschat_lora.models.cuda_graphs import Record, Step, first_cause, has_failed, run_watching
 
 MOST_SHAPES = 32  # that are recorded, as each takes memory; others run as they are
@@ -41,17 +42,12 @@ def shape_of(spans: Spans, tokens: int) -> Shape:
     keys = 0
     if spans.keys is not None:
         keys = _rounded(len(spans.keys) + extra, _FEWEST_TOKENS)
-    sequences = _power(max(len(spans.lengths) + 1, _FEWEST_SEQUENCES))
-    return Shape(padded, keys, sequences, _power(max(*spans.longest, extra, _SHORTEST)))
-
-
-def _power(count: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (count - 1).bit_length()
+    sequences = next_power_of_2(max(len(spans.lengths) + 1, _FEWEST_SEQUENCES))
+    return Shape(padded, keys, sequences, next_power_of_2(max(*spans.longest, extra, _SHORTEST)))
 
 
 def _rounded(count: int, least: int) -> int:
-    step = max(_power(count) // _PARTS, least)
+    step = max(next_power_of_2(count) // _PARTS, least)
     return -(-count // step) * step
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dschat_lora.kernels import norms, support
+from dschat_lora.kernels.trial import try_kernels
 
 CPU = torch.device("cpu")
 
@@ -44,10 +45,10 @@ def test_without_a_compiler_no_kernel_runs_and_a_warning_says_why(error, monkeyp
     monkeypatch.setattr(support, "OFF", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        support.try_kernels(CPU)
+        try_kernels(CPU)
     assert support.runs_kernels(CPU)
     monkeypatch.setattr(norms, "rms_norm_rows", fail)
     with pytest.warns(UserWarning, match=f"without kernels in Triton.*{type(error).__name__}"):
-        support.try_kernels(CPU)
+        try_kernels(CPU)
     assert not support.runs_kernels(CPU)
-    support.try_kernels(CPU)  # which is not told again
+    try_kernels(CPU)  # which is not told again
