@@ -4,33 +4,23 @@ import json
 
 import pytest
 
+from fakecuda.full_run import iterate, record_of
+
 pytestmark = pytest.mark.stage
-MIB = 2**20
 
 
 def iteration(fake_device, directory, *, decoded, memory):
-    """An iteration of 64 responses, ``decoded`` at a time: what was noted, its record and events.
-
-    By estimate the GPU has room for all; it is full at ``memory`` MiB.
-    """
-    data, out = directory / "prompts.jsonl", directory / "out"
-    rows = [{"prompt": f"{n} " + "word " * 80} for n in range(36)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = fake_device.run(
-        "fakecuda.programs:stage",
-        script="training/step3_rlhf/main.py",
-        memory=memory * MIB,
-        options=[
-            *("--algorithm", "rloo", "--num_generations", "2", "--actor_lora_dim", "8"),
-            *("--reward_function", "fakecuda.programs:no_reward", "--eval_prompts", "0"),
-            *("--per_device_generation_batch_size", str(decoded), "--max_steps", "1"),
-            *("--generation_batches", str(64 // decoded), "--data_path", str(data)),
-            *("--per_device_training_batch_size", "64", "--output_dir", str(out)),
-        ],
+    """An iteration, ``decoded`` responses at a time: what was noted, its record and events."""
+    found, out = iterate(
+        fake_device,
+        directory,
+        *("--per_device_generation_batch_size", str(decoded), "--max_steps", "1"),
+        *("--generation_batches", str(64 // decoded), "--per_device_training_batch_size", "64"),
+        *("--max_num_seqs", str(decoded)),
+        memory=memory,
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    events = [line["message"] for line in lines if line["kind"] == "event"]
-    return found, json.loads((out / "run.json").read_text()), events
+    return found, record_of(out), [line["message"] for line in lines if line["kind"] == "event"]
 
 
 @pytest.mark.thorough
