@@ -43,11 +43,7 @@ class RunDirectory:
 
     @classmethod
     def claim(
-        cls,
-        given: str | None,
-        *,
-        name: str,
-        spared: frozenset[str] = frozenset(),
+        cls, given: str | None, *, name: str, spared: frozenset[str] = frozenset()
     ) -> "RunDirectory":
         """Create the directory, or empty it of what an earlier run wrote, except ``spared`` names.
 

@@ -17,11 +17,7 @@ from dschat_lora.checkpoint.history import (
     read_state,
     step_of,
 )
-from dschat_lora.checkpoint.manifest import (
-    MANIFEST,
-    DamagedError,
-    verify,
-)
+from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
 from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.held import is_held, is_in_module
 from dschat_lora.config.options import (

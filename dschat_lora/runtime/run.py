@@ -86,11 +86,7 @@ class Ending:
 
 @contextmanager
 def open_run(
-    config: StageT,
-    *,
-    name: str,
-    check: Callable[[StageT], StageT],
-    caller: Caller = NOBODY,
+    config: StageT, *, name: str, check: Callable[[StageT], StageT], caller: Caller = NOBODY
 ) -> Iterator[OpenRun[StageT]]:
     """Join the process group, resolve the config, claim the directory and open the log.
 
@@ -111,13 +107,7 @@ def open_run(
             for own in groups_of(config, "sinks"):
                 sinks += own.sinks(directory, flatten(config))
         with open_files(
-            config,
-            directory,
-            ending,
-            name=name,
-            earlier=earlier,
-            sinks=sinks,
-            caller=caller,
+            config, directory, ending, name=name, earlier=earlier, sinks=sinks, caller=caller
         ) as run:
             if note is not None:
                 run.log.say(f"  note         {note}")

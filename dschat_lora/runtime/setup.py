@@ -219,11 +219,7 @@ def state_identity(
 
 
 def resolve_logits(
-    networks: Sequence[Any],
-    *,
-    vocab_size: int,
-    device: torch.device,
-    run: OpenRun[StageConfig],
+    networks: Sequence[Any], *, vocab_size: int, device: torch.device, run: OpenRun[StageConfig]
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank.
 

@@ -18,12 +18,7 @@ from dschat_lora.data.cache import load_or_build, read_content
 from dschat_lora.data.loader import Collator, PackedRow, assign_to_ranks, eval_batches
 from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import (
-    broadcast_,
-    on_rank_zero,
-    rank,
-    sum_tensor_,
-)
+from dschat_lora.engine.distributed import broadcast_, on_rank_zero, rank, sum_tensor_
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.fingerprint import config_fingerprint

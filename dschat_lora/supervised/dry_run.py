@@ -3,9 +3,7 @@
 from collections.abc import Callable
 
 from dschat_lora.config.groups import is_on
-from dschat_lora.config.stages import (
-    PairConfig,
-)
+from dschat_lora.config.stages import PairConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import Collator, SampleCounts, StepLoader, Tail
 from dschat_lora.data.rows import DataKind
@@ -14,10 +12,7 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import step_flops
 from dschat_lora.runtime.dry_run import say_options, say_sample, say_time
 from dschat_lora.runtime.loop import check_repeats
-from dschat_lora.supervised.batching import (
-    BatchLayout,
-    train_loader,
-)
+from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.loop import make_train_schedule
 from dschat_lora.supervised.setup import SupervisedSetup
 from dschat_lora.supervised.train import size_warnings

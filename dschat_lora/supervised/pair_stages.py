@@ -3,20 +3,14 @@
 from functools import partial
 from pathlib import Path
 
-from dschat_lora.config.stages import (
-    DpoStageConfig,
-    RewardStageConfig,
-)
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.data.rows import DataKind
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
-from dschat_lora.supervised.batching import (
-    make_pair_layout,
-    resolve_head,
-)
+from dschat_lora.supervised.batching import make_pair_layout, resolve_head
 from dschat_lora.supervised.dpo_reference import make_reference
 from dschat_lora.supervised.objectives import answer_loss
 from dschat_lora.supervised.pair_objectives import reward_objective

@@ -15,10 +15,7 @@ from dschat_lora.lora.rates import (
     rate_warning,
     ruled_rates,
 )
-from dschat_lora.models.blocks import (
-    FLEX_ATTENTION,
-    compile_blocks,
-)
+from dschat_lora.models.blocks import FLEX_ATTENTION, compile_blocks
 from dschat_lora.models.build import (
     AdaptedModel,
     Task,

@@ -34,24 +34,14 @@ from dschat_lora.runtime.loop import (
 )
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import trained_elements
-from dschat_lora.supervised.batching import (
-    BatchLayout,
-    row_share,
-    rows_per_step,
-    train_loader,
-)
+from dschat_lora.supervised.batching import BatchLayout, row_share, rows_per_step, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
     SupervisedEvaluator,
     first_prompts,
     first_sequences,
 )
-from dschat_lora.supervised.loop import (
-    TrainProgress,
-    TrainSchedule,
-    fit,
-    make_train_schedule,
-)
+from dschat_lora.supervised.loop import TrainProgress, TrainSchedule, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
 

@@ -121,10 +121,7 @@ def made(
     config = build_config(SupervisedConfig, OPTIONS | {"output_dir": str(directory)} | options)
     object.__setattr__(config, "checkpoint", str(checkpoint))
     earlier = bool(checkpoint) and Path(checkpoint).parent.parent == directory.absolute()
-    with (
-        RunLog(directory, active=True, earlier=earlier) as log,
-        contextlib.ExitStack() as closing,
-    ):
+    with RunLog(directory, active=True, earlier=earlier) as log, contextlib.ExitStack() as closing:
         run = SimpleNamespace(
             config=config,
             directory=directory,

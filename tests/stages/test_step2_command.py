@@ -101,11 +101,7 @@ def sft(home, command):
 @pytest.fixture(scope="module")
 def reward(home, command):
     """A reward model, as ``(directory, how it ended)``."""
-    ended = command(
-        "reward",
-        *[*LORA, "--max_steps", 4, "--eval_interval", 2],
-        "--merge_adapter",
-    )
+    ended = command("reward", *[*LORA, "--max_steps", 4, "--eval_interval", 2], "--merge_adapter")
     return home / "output" / "reward", ended
 
 

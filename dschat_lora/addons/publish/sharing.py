@@ -88,11 +88,7 @@ def push_directory(config: PushConfig) -> None:
 def _upload(directory: Path, config: PushConfig) -> str:
     """Upload; returns where. Errors are those of :func:`push_directory`."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     api = HfApi()
     try:

@@ -61,9 +61,7 @@ class TrackerOptions:
                 typed = f"--report_to {name}" if name in self.report_to else "--enable_tensorboard"
                 raise ValueError(f"{typed} needs a package: pip install 'dschat_lora[{name}]'")
         own = replace(
-            self,
-            report_to=tuple(names) or ("none",),
-            enable_tensorboard="tensorboard" in names,
+            self, report_to=tuple(names) or ("none",), enable_tensorboard="tensorboard" in names
         )
         options: Any = config
         return replace(options, addons=replace(options.addons, trackers=own))
