@@ -20,7 +20,7 @@ from dschat_lora.config.options import (
 )
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.resume import is_first_rank, settle, with_options
-from dschat_lora.runtime.stage_main import late
+from dschat_lora.runtime.stage_main import load_late
 
 RANK = 16  # of adapters of verbs and in Python, where nothing says one
 # Of the machine's processes, which the launcher counts.
@@ -41,13 +41,13 @@ class Stage:
     @property
     def config(self) -> type[Any]:
         """The class of its options."""
-        found: Any = late(self.options).load()
-        return found
+        options: Any = load_late(self.options)
+        return options
 
     @property
     def check(self) -> Callable[[Any], Any]:
         """What gives the resolved config, or raises a ValueError."""
-        return late(self.checks).load()
+        return load_late(self.checks)
 
 
 STAGES: Mapping[str, Stage] = {

@@ -29,7 +29,7 @@ def train_sft(run: OpenRun[SupervisedConfig]) -> None:
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 
-        show_plan(setup, "samples")
+        show_plan(setup)
         return
     network = CausalLMLoss(
         setup.adapted.model,

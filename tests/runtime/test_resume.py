@@ -17,8 +17,8 @@ from dschat_lora.data.digests import NOT_COMPARED
 from dschat_lora.data.samples import SequenceSample, TokenSet
 from dschat_lora.runtime.resume import (
     check_identity,
-    goes_on_in_place,
     options_to_keep,
+    resumes_in_place,
     run_of,
     settle,
 )
@@ -116,7 +116,7 @@ def test_checkpoint_given_by_path_is_the_one(earlier, tmp_path):
         earlier(step=step)
     config = resumed(step_directory(tmp_path / "out", 5), "--output_dir", "out")
     assert config.checkpoint == str(step_directory(tmp_path / "out", 5))
-    assert goes_on_in_place(config)
+    assert resumes_in_place(config)
 
 
 def test_path_may_be_relative_and_gives_the_directory_of_its_run(earlier, tmp_path):
@@ -124,7 +124,7 @@ def test_path_may_be_relative_and_gives_the_directory_of_its_run(earlier, tmp_pa
     config = resumed("out/checkpoints/step-00000005")
     assert config.checkpoint == str(step_directory(tmp_path / "out", 5))
     assert config.run.output_dir == "out"
-    assert goes_on_in_place(config)
+    assert resumes_in_place(config)
 
 
 def test_home_is_understood_in_paths(earlier, tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_home_is_understood_in_paths(earlier, tmp_path, monkeypatch):
         resumed("latest", "--output_dir", "~/out"),
     ):
         assert config.checkpoint == str(step_directory(tmp_path / "out", 5))
-        assert goes_on_in_place(config)
+        assert resumes_in_place(config)
 
 
 @pytest.mark.parametrize("how", ["latest", "auto"])
@@ -153,7 +153,7 @@ def test_checkpoint_of_another_directory_begins_a_run_of_its_own(earlier):
     earlier()
     config = resumed("out", "--output_dir", "fork")
     assert config.run.output_dir == "fork"
-    assert not goes_on_in_place(config)
+    assert not resumes_in_place(config)
 
 
 def test_directory_by_another_name_is_the_same(earlier, tmp_path):
@@ -161,8 +161,8 @@ def test_directory_by_another_name_is_the_same(earlier, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "link").symlink_to("out")
     for name in ("link", "sub/../out", tmp_path / "out"):
-        assert goes_on_in_place(resumed("latest", "--output_dir", name))
-        assert goes_on_in_place(resumed("out", "--output_dir", name))
+        assert resumes_in_place(resumed("latest", "--output_dir", name))
+        assert resumes_in_place(resumed("out", "--output_dir", name))
 
 
 def test_directory_of_the_process_is_never_the_checkpoints(earlier):
@@ -258,7 +258,7 @@ def test_copy_of_a_checkpoint_needs_a_directory_for_the_run(earlier, tmp_path):
     assert message == "--resume_from_checkpoint kept lies in no run; give an --output_dir"
     config = resumed("kept", "--output_dir", "new")
     assert config.checkpoint == str(tmp_path / "kept")
-    assert not goes_on_in_place(config)
+    assert not resumes_in_place(config)
 
 
 @pytest.mark.parametrize("how", ["latest", "auto"])

@@ -1,18 +1,19 @@
 """Judges of answers: a reward model, or a function of the user."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 from dschat_lora.config.verbs import ReadingConfig
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.data.records import TextRecord
-from dschat_lora.report.terminal import prints_on_stderr
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import load_function
 from dschat_lora.supervised.generate import Answer
-from dschat_lora.supervised.scorer import Scorer
+from dschat_lora.supervised.scorer import LoadedRewardModel
 
 # Scores of answers to the prompts of records, None for one that is not to count.
 Judge = Callable[[Sequence[tuple[TextRecord, Answer]]], Sequence[float | None]]
@@ -38,18 +39,18 @@ def function_judge(option: str, name: str, tokenizer: Tokenizer, columns: Sequen
             )
             for number, (record, answer) in enumerate(answers)
         ]
-        with prints_on_stderr():  # the standard output has nothing but what the verb says
+        with redirect_stdout(sys.stderr):  # the standard output has nothing but what the verb says
             scores = function.own_scores(responses)
         return [None if math.isnan(each) else each for each in scores]
 
     return scores_of
 
 
-def scorer_of(config: ReadingConfig, reward_model: str, verb: object = None) -> Scorer:
-    """The reward model, loaded as the model that is read; see :class:`Scorer`."""
+def scorer_of(config: ReadingConfig, reward_model: str, verb: object = None) -> LoadedRewardModel:
+    """The reward model, loaded as the model that is read; see :class:`LoadedRewardModel`."""
     model = replace(config.model, model_name_or_path=reward_model)
     size = config.per_device_eval_batch_size
-    return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len, verb=verb)
+    return LoadedRewardModel(model, batch_size=size, max_seq_len=config.max_seq_len, verb=verb)
 
 
 def model_judge(config: ReadingConfig, reward_model: str) -> Judge:

@@ -152,8 +152,8 @@ def export_gguf(config: ExportConfig, run: Callable[[Sequence[str]], int]) -> bo
 def _converter(script: str, checkout: str | None) -> Path | None:
     """llama.cpp's converter, in a checkout of it or on PATH; None where it is not there."""
     if checkout is None:
-        found = shutil.which(script)
-        return Path(found) if found else None
+        program = shutil.which(script)
+        return Path(program) if program else None
     path = Path(checkout).expanduser() / script
     if not path.is_file():
         raise ValueError(f"--llama_cpp {checkout} holds no {script}; give a checkout of llama.cpp")
