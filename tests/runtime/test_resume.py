@@ -224,33 +224,6 @@ def test_auto_starts_afresh_where_there_is_nothing(options, capsys):
     assert capsys.readouterr().out == f"no checkpoint to go on from{where}: a fresh start\n"
 
 
-ADVICE = "name the run with --output_dir, or use auto to start afresh where there is none"
-
-
-@pytest.mark.parametrize(
-    ("how", "options", "message"),
-    [
-        ("latest", [], f"latest: there is no run to go on with; {ADVICE}"),
-        ("latest", ["--output_dir", "out"], f"latest: out holds no checkpoint; {ADVICE}"),
-        ("nowhere/checkpoints/step-00000005", [], "nowhere/checkpoints/step-00000005 does not"),
-        (
-            "nowhere",
-            [],
-            "nowhere must be latest, auto, a checkpoint, or the output directory of a run with one",
-        ),
-        ("last", ["--output_dir", "out"], "last must be latest, auto, a checkpoint, or the "),
-    ],
-)
-def test_nothing_to_go_on_from_says_what_would_do(how, options, message):
-    assert no_resume(how, *options).startswith(f"--resume_from_checkpoint {message}")
-
-
-def test_directory_that_is_no_checkpoint_is_refused_by_its_manifest(tmp_path):
-    (tmp_path / "out" / "checkpoints" / "mine").mkdir(parents=True)
-    message = no_resume("out/checkpoints/mine")
-    assert "cannot be used: out/checkpoints/mine/manifest.json is missing; use latest" in message
-
-
 def test_copy_of_a_checkpoint_needs_a_directory_for_the_run(earlier, tmp_path):
     shutil.copytree(earlier(), tmp_path / "kept")
     assert run_of(tmp_path / "kept") is None
