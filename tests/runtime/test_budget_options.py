@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.checkpoint.history import step_directory
-from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime import memory
-from dschat_lora.runtime.resume import check_identity, options_to_keep, settle
+from dschat_lora.runtime.resume import check_identity, settle
 from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
-from helpers.step1 import checked, parsed
+from helpers.step1 import checked, parsed, write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -55,21 +53,10 @@ def test_a_deepspeed_json_leaves_the_number_of_rows_open(tmp_path, field):
 def save(tmp_path, *argv):
     """A checkpoint as a run of one process left it."""
     config = checked(*argv)
-    directory = step_directory(tmp_path / "out", 5)
-    directory.mkdir(parents=True)
     batch = config.batch
     rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-    state = {
-        "step": 5,
-        "identity": {"rows_per_step": rows, "tokens_per_device": batch.tokens_per_device or None},
-        "options": options_to_keep(config),
-        "config": flatten(config),
-    }
-    (directory / "state.json").write_text(json.dumps(state))
-    write_manifest(directory, kind="checkpoint")
-    (tmp_path / "out" / "run.json").write_text("{}")
-    (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
-    return directory
+    identity = {"rows_per_step": rows, "tokens_per_device": batch.tokens_per_device or None}
+    return write_checkpoint(tmp_path / "out", config, identity)
 
 
 def resumed(*argv):

@@ -12,7 +12,6 @@ import pytest
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.history import read_state, step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.options import flatten
 from dschat_lora.data.digests import NOT_COMPARED
 from dschat_lora.data.samples import SequenceSample, TokenSet
 from dschat_lora.runtime.resume import (
@@ -22,7 +21,7 @@ from dschat_lora.runtime.resume import (
     run_of,
     settle,
 )
-from helpers.step1 import ROOT, checked, parsed, refused, write_jsonl
+from helpers.step1 import ROOT, checked, parsed, refused, write_checkpoint, write_jsonl
 
 __all__ = ["refused"]
 
@@ -47,21 +46,10 @@ def earlier(tmp_path):
 
     def make(*argv, run="out", step=5, world_size=1):
         config = checked(*argv)
-        directory = step_directory(tmp_path / run, step)
-        directory.mkdir(parents=True)
         rows = config.batch.per_device_train_batch_size * world_size
-        state = {
-            "step": step,
-            "identity": IDENTITY
-            | {"rows_per_step": rows * config.batch.gradient_accumulation_steps},
-            "options": options_to_keep(config),
-            "config": flatten(config),
-        }
-        (directory / "state.json").write_text(json.dumps(state))
-        write_manifest(directory, kind="checkpoint")
-        (tmp_path / run / "run.json").write_text("{}")
-        (tmp_path / run / "metrics.jsonl").write_text("{}\n")
-        return directory
+        rows *= config.batch.gradient_accumulation_steps
+        identity = IDENTITY | {"rows_per_step": rows}
+        return write_checkpoint(tmp_path / run, config, identity, step=step)
 
     return make
 
@@ -503,21 +491,21 @@ def test_data_that_changed_are_refused_with_the_place_or_accepted_by_an_option(e
     state = json.loads((checkpoint / "state.json").read_text())
     state["identity"] |= {"train_data": before.digest.to_dict(), "rows": 41}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    found = IDENTITY | {"train_data": before, "eval_data": before, "rows": 41}
+    current = IDENTITY | {"train_data": before, "eval_data": before, "rows": 41}
     words = f"the evaluation data {NOT_COMPARED}"
     with pytest.raises(ValueError, match="another one") as error:
-        check_identity(checkpoint, found)
+        check_identity(checkpoint, current)
     assert str(error.value).endswith(f"differs: {words}; --accept_changed_data goes on")
-    found |= {"train_data": now, "rows": 40}
+    current |= {"train_data": now, "rows": 40}
     with pytest.raises(ValueError, match=r"now 69; they differ from samples 65 to 128 on\); "):
-        check_identity(checkpoint, found)
-    check_identity(checkpoint, found, accepts_changed_data=True)
+        check_identity(checkpoint, current)
+    check_identity(checkpoint, current, accepts_changed_data=True)
     assert f"  note         accepted as it is: {words}\n" in capsys.readouterr().out
-    found |= {"tokenizer": "other"}
+    current |= {"tokenizer": "other"}
     with pytest.raises(ValueError, match=r"65 to 128 on\)$"):
-        check_identity(checkpoint, {**found, "eval_data": "dd", "rows": 41})
+        check_identity(checkpoint, {**current, "eval_data": "dd", "rows": 41})
     with pytest.raises(ValueError, match="another one") as error:
-        check_identity(checkpoint, found, accepts_changed_data=True)
+        check_identity(checkpoint, current, accepts_changed_data=True)
     assert str(error.value).endswith("what differs: the tokenizer (was bb, now other)")
 
 

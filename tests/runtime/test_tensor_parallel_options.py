@@ -6,14 +6,12 @@ import shutil
 import pytest
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.checkpoint.history import step_directory
-from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.options import flatten, parse_config
+from dschat_lora.config.options import parse_config
 from dschat_lora.models.option_checks import check_divides, sizes_of
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.resume import options_to_keep, settle
-from helpers.step1 import checked, parsed, write_jsonl
+from dschat_lora.runtime.resume import settle
+from helpers.step1 import checked, parsed, write_checkpoint, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -323,18 +321,10 @@ def earlier(tmp_path, processes):
     def make(count, *argv):
         processes(count)
         config = checked(*ROW, "--lora_dim", 4, *argv)
-        directory = step_directory(tmp_path / "out", 5)
-        directory.mkdir(parents=True)
         batch = config.batch
         rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-        state = {
-            "step": 5,
-            "identity": {"rows_per_step": rows * count // config.parallel.tensor_parallel_size},
-            "options": options_to_keep(config),
-            "config": flatten(config),
-        }
-        (directory / "state.json").write_text(json.dumps(state))
-        write_manifest(directory, kind="checkpoint")
+        rows = rows * count // config.parallel.tensor_parallel_size
+        write_checkpoint(tmp_path / "out", config, {"rows_per_step": rows})
 
     return make
 
