@@ -10,7 +10,6 @@ import pytest
 from dschat_lora.config.addons import installed
 from dschat_lora.config.options import (
     command_line,
-    fail,
     flatten,
     given_options,
     group,
@@ -18,7 +17,7 @@ from dschat_lora.config.options import (
     parse_config,
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.runtime.stage_main import run_main
+from dschat_lora.runtime.stage_main import fail, run_main
 from dschat_lora.runtime.validation import check_supervised
 from helpers.addons import of_the_whole, with_addon
 from helpers.step1 import parsed
