@@ -10,7 +10,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -131,6 +131,11 @@ def log_once(text: str) -> None:
     """Print a line from the first rank alone."""
     if os.environ.get("RANK", "0") == "0":
         write_text(text + "\n")
+
+
+def prints_on_stderr() -> AbstractContextManager[object]:
+    """A block within which what is printed goes to the standard error."""
+    return redirect_stdout(sys.stderr)
 
 
 # What a terminal may take for a command, but for tabs, ends of lines and the colours that are

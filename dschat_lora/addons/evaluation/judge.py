@@ -1,15 +1,14 @@
 """Judges of answers: a reward model, or a function of the user."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import replace
 
 from dschat_lora.config.verbs import ReadingConfig
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Tokenizer
 from dschat_lora.data.records import TextRecord
+from dschat_lora.report.terminal import prints_on_stderr
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import load_function
 from dschat_lora.supervised.generate import Answer
@@ -39,7 +38,7 @@ def function_judge(option: str, name: str, tokenizer: Tokenizer, columns: Sequen
             )
             for number, (record, answer) in enumerate(answers)
         ]
-        with redirect_stdout(sys.stderr):  # the standard output has nothing but what the verb says
+        with prints_on_stderr():  # the standard output has nothing but what the verb says
             scores = function.own_scores(responses)
         return [None if math.isnan(each) else each for each in scores]
 
