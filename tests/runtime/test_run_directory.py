@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dschat_lora.config.addons import written_by_addons
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.report.directory import leftovers, open_alone
 from dschat_lora.runtime.directory import RunDirectory
@@ -29,7 +30,10 @@ def test_only_what_an_earlier_run_wrote_is_removed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
-    assert {path.name for path in leftovers(tmp_path)} == {"adapter", "metrics.jsonl", "run.json"}
+    own = {"adapter", "metrics.jsonl", "run.json", *written_by_addons()}
+    for name in written_by_addons():
+        (tmp_path / name).write_text("")
+    assert {path.name for path in leftovers(tmp_path)} == own
     RunDirectory.claim(str(tmp_path), name="sft")
     # A killed run must still be known for one, and its log is emptied under its lock.
     kept = {"notes.txt", "metrics.jsonl", "run.json"}
