@@ -59,6 +59,11 @@ class Shape:
         return [(self.hidden_size, self.hidden_size), wide, wide[::-1]]
 
 
+def opt_shape(hidden: int, layers: int, heads: int, vocabulary: int, lora_dim: int) -> Shape:
+    """An OPT of 512 positions, whose rows are another's to choose."""
+    return Shape(hidden, layers, heads, 4 * hidden, vocabulary, 512, lora_dim, 1, 1, 1)
+
+
 SHAPES = {
     "opt-1.3b": Shape(2048, 24, 32, 8192, 50272, 2048, 128, 8, 2048, 512),
     "opt-6.7b": Shape(4096, 32, 32, 16384, 50272, 2048, 128, 8, 2048, 512),
