@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Protocol
@@ -40,6 +39,15 @@ class Work:
     generation_seconds: float | None = None
 
 
+Context = SpawnContext | ForkServerContext
+
+
+class Served(Protocol):
+    """A contender; ``ready`` is what it says when it is built."""
+
+    ready: Any
+
+
 class Task(Protocol):
     """What all contenders are given."""
 
@@ -58,8 +66,8 @@ class Runner:
     """
 
     name: str
-    process: BaseProcess | None
-    connection: Connection | None
+    process: Any  # as its context makes them, or None
+    connection: Any
     ready: Any = None
     problem: str | None = None
     works: list[Work] = field(default_factory=list)
@@ -84,7 +92,7 @@ class Runner:
         return self.receive()
 
 
-def serve(connection: Connection, build: Callable[[Task], object], task: Task) -> None:
+def serve(connection: Connection, build: Callable[..., Served], task: Task) -> None:
     """Build a contender, then call its methods that messages name, with their arguments.
 
     First its ``ready`` is sent. ``forget_peak`` and ``peak_bytes``, above what the imported
@@ -108,17 +116,17 @@ def serve(connection: Connection, build: Callable[[Task], object], task: Task) -
         raise
 
 
-def make_context(preload: Sequence[str]) -> BaseContext:
+def make_context(preload: Sequence[str]) -> Context:
     """How processes start: on a CPU all with the same modules imported."""
     # A process that has looked for a GPU must not fork.
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(list(preload))
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
     return context
 
 
-def start(context: BaseContext, name: str, build: Callable[..., object], task: Task) -> Runner:
+def start(context: Context, name: str, build: Callable[..., Served], task: Task) -> Runner:
     """A process that serves what ``build`` makes of the task."""
     mine, its = context.Pipe()
     process = context.Process(target=serve, args=(its, build, task), daemon=True)
@@ -129,7 +137,7 @@ def start(context: BaseContext, name: str, build: Callable[..., object], task: T
 
 @contextmanager
 def contenders(
-    builders: Mapping[str, Callable[..., object]], task: Task, *, optional: Sequence[str] = ()
+    builders: Mapping[str, Callable[..., Served]], task: Task, *, optional: Sequence[str] = ()
 ) -> Iterator[list[Runner]]:
     """A process for each contender, within; those of TRL only where it and PEFT are installed.
 
@@ -295,10 +303,11 @@ class DeviceTimer:
     @property
     def milliseconds(self) -> float:
         """Of the latest run; waits for its end."""
-        if isinstance(self._start, float):
-            return 1e3 * (self._end - self._start)
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end))
+        start, end = self._start, self._end
+        if isinstance(start, float) or isinstance(end, float):
+            return 1e3 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
 
 
 def timed(step: Callable[[], Work]) -> Work:

@@ -299,5 +299,6 @@ def _factors(module: nn.Module) -> tuple[Tensor, ...]:
     if isinstance(module, ChatLora):
         return module.right.T, module.left.T
     if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "lora_B"):
-        return module.lora_A["default"].weight, module.lora_B["default"].weight
+        factors = (getattr(module, name)["default"] for name in ("lora_A", "lora_B"))
+        return tuple(factor.weight for factor in factors)
     return ()

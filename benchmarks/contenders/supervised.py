@@ -42,7 +42,7 @@ from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import PackedRows, StepLoader, make_rows
-from dschat_lora.data.samples import TokenSet, write_samples
+from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet, write_samples
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.process_group import init_distributed
 from dschat_lora.engine.zero import Snapshot
@@ -330,9 +330,9 @@ class Trl:
         return float(np.average(losses, weights=targets))
 
 
-def _trl_row(kind: Kind, sample: object) -> dict[str, list[int]]:
+def _trl_row(kind: Kind, sample: SequenceSample | PairSample) -> dict[str, list[int]]:
     """A sample as its own preparation leaves it."""
-    if kind == "sft":
+    if isinstance(sample, SequenceSample):
         arrays = {"input_ids": sample.input_ids, "labels": sample.labels}
     elif kind == "reward":
         arrays = {"chosen_ids": sample.chosen, "rejected_ids": sample.rejected}

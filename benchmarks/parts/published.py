@@ -204,11 +204,16 @@ def _iterate(report: PartReport, setting: Iteration, shape: Shape, *, tiny: bool
     for prompt, answer in setting.lengths:
         ours = None
         for group in groups:
+            amount = (prompt, answer, setting.responses, setting.micro_batch)
             size = IterationSize(
-                shape, None, *((16, 8, 8, 8) if tiny else (prompt, answer, setting.responses)),
-                *([] if tiny else [setting.micro_batch]), (FULL,) if setting.full else (REAL, FULL),
-                setting.rounds, setting.seconds, max_num_seqs=group[0][1],
-            )  # fmt: skip
+                shape,
+                None,
+                *((16, 8, 8, 8) if tiny else amount),
+                (FULL,) if setting.full else (REAL, FULL),
+                setting.rounds,
+                setting.seconds,
+                max_num_seqs=group[0][1],
+            )
             runners = _runners_after(size, {name: builders[name] for name, _ in group})
             ours = ours or runners[0]
             head = {"max_prompt": prompt, "max_answer": answer, "max_num_seqs": group[0][1]}

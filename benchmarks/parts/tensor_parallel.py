@@ -7,7 +7,6 @@ more steps, and models large enough to mean something, for up to ten minutes.
 import os
 import tempfile
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from benchmarks.common.report import PartReport, print_table
 from benchmarks.common.shapes import SHAPES, Shape, random_base
-from benchmarks.common.turns import Work, make_context, spread
+from benchmarks.common.turns import Context, Work, make_context, spread
 from benchmarks.parts.tensor_ranks import Layout, Team
 from dschat_lora.engine.build import DTYPES
 
@@ -105,7 +104,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
 
 def _losses(
     report: PartReport,
-    context: BaseContext,
+    context: Context,
     layouts: list[Layout],
     teams: dict[Layout, Team],
     size: TeamSize,
@@ -193,7 +192,7 @@ def _time(report: PartReport, teams: dict[Layout, Team], size: TeamSize, path: P
 def _time_row(layout: Layout, works: list[list[Work]], whole: list[list[Work]]) -> dict[str, Any]:
     """A step takes as long as its slowest rank, and the processor time of all."""
     seconds = [max(rank.seconds for rank in work) for work in works]
-    ratios = [one[0]["seconds"] / each for one, each in zip(whole, seconds, strict=True)]
+    ratios = [one[0].seconds / each for one, each in zip(whole, seconds, strict=True)]
     times = spread(ratios)
     return {
         "layout": layout.name,

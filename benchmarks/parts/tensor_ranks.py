@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from multiprocessing.context import BaseContext
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from benchmarks.common.bundled import Bundled, make_engine
 from benchmarks.common.shapes import Shape, micro_batches, mixed_rows
-from benchmarks.common.turns import Work, start, stop, timed
+from benchmarks.common.turns import Context, Work, start, stop, timed
 from benchmarks.parts.tensor_memory import SEED, divided_among, held, read
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.engine.distributed import data_rank, data_world_size, grid
@@ -47,7 +46,7 @@ class Layout:
 class Team:
     """The processes of a layout, which have met."""
 
-    def __init__(self, context: BaseContext, layout: Layout) -> None:
+    def __init__(self, context: Context, layout: Layout) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

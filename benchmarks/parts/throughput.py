@@ -105,7 +105,7 @@ def run(report: PartReport, *, tiny: bool, name: str) -> None:
     entries: list[dict[str, Any]] = []
     ranks = TINY_RANKS if tiny else RANKS
     for rank in ranks:
-        ways = build_ways(base, lora_dim=rank, dtype=dtype, variants=rank == ranks[-1], tiny=tiny)
+        ways = build_ways(base, lora_dim=rank, dtype=dtype, variants=rank == ranks[-1])
         facts = describe(ways[OURS].model)
         check_losses(report, ways, shape, rank)
         for workload, cases in _workloads(shape, ways).items():
