@@ -52,12 +52,6 @@ class Shape:
     experts: tuple[int, int] = (0, 0)  # of a block, each ``ffn_size`` wide, and those of a token
     tied: bool = False  # embedding and head, but for OPT's, which always are
 
-    @property
-    def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of the products of a block, each size once."""
-        wide = (self.hidden_size, self.ffn_size)
-        return [(self.hidden_size, self.hidden_size), wide, wide[::-1]]
-
 
 def opt_shape(hidden: int, layers: int, heads: int, vocabulary: int, lora_dim: int) -> Shape:
     """An OPT of 512 positions, whose rows are another's to choose."""
