@@ -10,7 +10,6 @@ import pytest
 from dschat_lora.config.addons import installed
 from dschat_lora.config.options import (
     command_line,
-    fail,
     flatten,
     given_options,
     group,
@@ -18,7 +17,7 @@ from dschat_lora.config.options import (
     parse_config,
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.runtime.stage_main import run_main
+from dschat_lora.runtime.stage_main import fail, run_main
 from dschat_lora.runtime.validation import check_supervised
 from helpers.addons import of_the_whole, with_addon
 from helpers.step1 import parsed
@@ -285,39 +284,6 @@ def test_number_that_is_not_finite_is_refused(number):
         parse(f"--weights={number}")
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("--lora_dm", "--lora_dim"),
-        ("--lora-dim", "--lora_dim"),
-        ("-lora_dim", "--lora_dim"),
-        ("--lora_dimm=8", "--lora_dim"),
-        ("--learning_rat", "--learning_rate"),
-        ("--gradient-accumulation-steps", "--gradient_accumulation_steps"),
-        ("--no_packing", "--no-packing"),
-        ("--conifg", "--config"),
-    ],
-)
-def test_misspelt_flag_is_answered_with_the_right_one(typed, meant):
-    with pytest.raises(ValueError, match=rf"did you mean {meant}\?"):
-        parsed(typed, "8")
-
-
-def test_flag_like_no_other_is_not_guessed():
-    with pytest.raises(ValueError, match="unknown option --banana; see --help"):
-        parsed("--banana", "me")
-
-
-def test_abbreviation_is_not_taken_for_a_flag():
-    with pytest.raises(ValueError, match="unknown option --lora_di; did you mean --lora_dim"):
-        parsed("--lora_di", "8")
-
-
-def test_negative_number_in_scientific_notation_is_a_value():
-    with pytest.raises(ValueError, match="--learning_rate must be > 0, got -0.0001"):
-        parsed("--learning_rate", "-1e-4")
-
-
 # ---------------------------------------------------------------------------- YAML
 
 
@@ -464,11 +430,6 @@ def test_of_an_option_given_twice_the_last_counts_and_a_file_of_options_is_given
     with pytest.raises(ValueError, match="--config is given twice"):
         parse("--config a.yaml --config b.yaml")
     assert parse("--size 1 --size 2").part.size == 2, "of a single value the last one counts"
-
-
-def test_missing_yaml_file_is_named():
-    with pytest.raises(ValueError, match="--config none.yaml cannot be read"):
-        parse("--config none.yaml")
 
 
 # ---------------------------------------------------------------------------- ending
