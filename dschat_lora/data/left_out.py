@@ -1,6 +1,6 @@
 """What a chat template leaves out of the messages that it is given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,7 @@ Place = tuple[int, str]  # number of a message, and which part of it
 
 
 def left_out(
-    messages: Sequence[Message],
-    chat: Chat,
-    *,
-    answers: Sequence[int] = (),
-    asks: bool = False,
+    messages: Sequence[Message], chat: Chat, *, answers: Sequence[int] = (), asks: bool = False
 ) -> tuple[str, ...]:
     """Kinds of what a template does not write of messages and tools, where that is its choice.
 
@@ -113,7 +109,7 @@ def _shape(message: Message) -> tuple[Any, ...]:
     )
 
 
-def _marked(index: int, message: Message, stand_in: Any) -> Message:
+def _marked(index: int, message: Message, stand_in: Callable[[int, str], str]) -> Message:
     """The message with short texts in place of its own."""
     made = {key: value for key, value in message.items() if key != WEIGHT}
     if content_text(message.get("content")).strip():

@@ -12,7 +12,7 @@ import pytest
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.readers import RawRow, RowError, hub_rows, iter_file, iter_rows
 from dschat_lora.data.rows import EmptyRowError, RowOptions, check_sources, parse_row
-from dschat_lora.data.sources import Source, find_source
+from dschat_lora.data.sources import DataSource, find_source
 from helpers.addons import ROW_FILES
 
 PAIR = {"prompt": "p", "completion": "c"}
@@ -205,7 +205,7 @@ def test_arguments_that_arrow_adds_to_the_calls_of_other_tools_are_absent(tmp_pa
     pa.parquet.write_table(table, path)
     assert table.to_pylist() != rows
     assert [raw.values for raw in iter_file(path)] == rows
-    own = Source("data_path", "rows", (), rows=Dataset(table))
+    own = DataSource("data_path", "rows", (), rows=Dataset(table))
     assert [raw.values for raw in iter_rows(own)] == rows
     assert [raw.values for raw in hub_rows("org/name", Dataset(table))] == rows
 
