@@ -61,24 +61,21 @@ def row_tasks(sources: Mapping[int, DataSource], directory: Path) -> Iterator[Ro
     """The rows of all sources in order, for one file of ``directory`` at a time."""
     file = 0
     for number, source in sources.items():
-        for rows in _groups(iter_unread(source)):
+        unread = iter_unread(source)
+        while rows := _group(unread):
             path = directory / f"rows-{file:06}.arrow"
-            unread = [] if is_whole(path) else rows
-            yield RowTask(number, source.option, path, unread, len(rows))
+            yield RowTask(number, source.option, path, [] if is_whole(path) else rows, len(rows))
             file += 1
 
 
-def _groups(rows: Iterator[RawRow | Line]) -> Iterator[list[RawRow | Line]]:
-    group: list[RawRow | Line] = []
+def _group(unread: Iterator[RawRow | Line]) -> list[RawRow | Line]:
+    """The next rows of a file of records."""
+    rows: list[RawRow | Line] = []
     size = 0
-    for row in rows:
-        group.append(row)
+    while len(rows) < ROWS_PER_FILE and size < BYTES_PER_FILE and (row := next(unread, None)):
+        rows.append(row)
         size += row.size
-        if len(group) == ROWS_PER_FILE or size >= BYTES_PER_FILE:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    return rows
 
 
 @dataclass(frozen=True)

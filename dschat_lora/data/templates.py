@@ -132,10 +132,8 @@ def probe_template(
         except ValueError:
             return ""
 
-    def asks(content: object) -> str:
-        return rendered({"role": "user", "content": content})
-
-    plain, by_part = asks(PROBE), asks([{"type": "text", "text": PROBE}])
+    part = {"type": "text", "text": PROBE}
+    plain, by_part = (rendered({"role": "user", "content": each}) for each in (PROBE, [part]))
     takes_text = PROBE in plain
     # Some write a list out as it is.
     takes_parts = PROBE in by_part and (not takes_text or by_part == plain)
@@ -144,10 +142,9 @@ def probe_template(
         {"role": role, "content": [{"type": "text", "text": text}] if by_parts else text}
         for role, text in (("user", "?"), ("assistant", PROBE), ("assistant", ""))
     )
-    values = {"x": PROBE}
     calls = {
         (form, bool(content)): {**content, **_calling(given)}
-        for form, given in (("object", values), ("text", json.dumps(values, ensure_ascii=False)))
+        for form, given in (("object", {"x": PROBE}), ("text", f'{{"x": "{PROBE}"}}'))
         for content in ({}, silent)
     }
     texts = {key: rendered(question, said) for key, said in calls.items()}
@@ -157,7 +154,6 @@ def probe_template(
         for key, text in texts.items()
         if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
     }
-    forms = {form for form, _ in good}
 
     def writes(role: str) -> bool:
         said = {**question, "role": role, "content": answer["content"]}
@@ -166,8 +162,7 @@ def probe_template(
         form, has_content = min(good, default=("object", True))
         call = _calling({"x": "1"} if form == "object" else '{"x": "1"}', id=CALL_ID)
         asking = {**(silent if has_content else {}), **call}
-        result = {**said, "name": "f", "tool_call_id": CALL_ID}
-        return PROBE in rendered(question, asking, result)
+        return PROBE in rendered(question, asking, {**said, "name": "f", "tool_call_id": CALL_ID})
 
     roles: dict[str, str] = {}
     for names in SAME_ROLES:
@@ -178,20 +173,19 @@ def probe_template(
     header = _unasked_header(last, earlier, rendered(question, ask=True), special)
     first = min(good, default=("", False))
     result = {**question, "role": "tool", "name": "f", "tool_call_id": CALL_ID}
+    thought = find_empty_thought(lambda keys: rendered(question, {**answer, **keys}), "?", PROBE)
     return TemplateFacts(
         takes_text,
         takes_parts,
         takes_no_content=any(not has_content for _, has_content in good),
-        arguments="text" if forms == {"text"} else "object",
+        arguments="text" if {form for form, _ in good} == {"text"} else "object",
         roles=roles,
         header=header,
         after_answer=last.removesuffix(header),
         after_earlier=earlier,
         after_call=_behind(texts.get(first, "")).removesuffix(header),
         after_earlier_call=_behind(rendered(question, calls[first], result)) if good else "",
-        empty_thought=find_empty_thought(
-            lambda keys: rendered(question, {**answer, **keys}), "?", PROBE
-        ),
+        empty_thought=thought,
     )
 
 

@@ -1,12 +1,16 @@
 """The table of rows, ``rows.toml``, with its messages written out."""
 
+import json
 import math
 import re
 import tomllib
 from pathlib import Path
 
-ROLES = {"s": "system", "u": "user", "a": "assistant"}
-WORDS = {"@null": None, "@nan": math.nan}
+ROLES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+FUNCTION = {"name": "f", "arguments": {"x": 1}}
+CALLED = json.dumps(FUNCTION)
+WORDS = {"@null": None, "@nan": math.nan, "@call": {"type": "function", "function": FUNCTION}}
+WORDS |= {"@called": CALLED, "@called twice": f"[{CALLED}, {CALLED}]"}
 WORDS |= {f"@hh {answer}": f"\n\nHuman: u\n\nAssistant: {answer}" for answer in "ab"}
 
 
@@ -21,7 +25,7 @@ def expanded(value):
         return {"role": ROLES[role], "content": made.pop(role), **made}
     if not isinstance(value, str):
         return value
-    if said := re.fullmatch("([sua]):(.*)", value, re.DOTALL):
+    if said := re.fullmatch("([suat]):(.*)", value, re.DOTALL):
         return {"role": ROLES[said[1]], "content": said[2]}
     if said := re.fullmatch(r"(\w+)>(.*)", value, re.DOTALL):
         return {"from": said[1], "value": said[2]}

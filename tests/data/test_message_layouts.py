@@ -5,6 +5,7 @@ import json
 import pytest
 from chat_tokenizers import build_chat_tokenizer
 from hand_tokenizers import build_byte_tokenizer
+from row_table import TABLE
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.audit import DataAudit
@@ -199,86 +200,7 @@ def value(text, kind="text"):
     return {"type": kind, "value": text}
 
 
-@pytest.mark.parametrize(
-    ("row", "messages"),
-    [
-        (
-            [
-                u("q"),
-                {**a(None), "function_call": {"name": "f", "arguments": '{"x": 1}'}},
-                {"role": "function", "name": "f", "content": "7"},
-                a("b", function_call={"name": None, "arguments": None}),
-            ],
-            NOW,
-        ),
-        (
-            [u("q"), a("so", function_call={"name": "f", "arguments": '{"x": 1}'}), RESULT, a("b")],
-            [u("q"), a("so", tool_calls=[call(x=1)]), RESULT, a("b")],
-        ),
-        (
-            [
-                u("q"),
-                {"role": "tool_call", "content": CALLED},
-                {"role": "tool_response", "content": "7"},
-                a("b"),
-            ],
-            NOW,
-        ),
-        (
-            [u("q"), a("so"), *[{"role": "tool_call", "content": CALLED}] * 2, RESULT, a("b")],
-            [u("q"), a("so", tool_calls=[call(x=1)] * 2), RESULT, a("b")],
-        ),
-        (
-            [u("q"), {"role": "function_call", "content": f"[{CALLED}, {CALLED}]"}, RESULT, a("b")],
-            [u("q"), {"role": "assistant", "tool_calls": [call(x=1)] * 2}, RESULT, a("b")],
-        ),
-        (
-            [
-                share("human", "q"),
-                share("gpt", "so"),
-                share("function_call", CALLED),
-                share("observation", "7"),
-                share("gpt", "b"),
-            ],
-            [u("q"), a("so", tool_calls=[call(x=1)]), RESULT, a("b")],
-        ),
-        ([u("q"), NOW[1], {**RESULT, "role": "observation"}, a("b")], NOW),
-        ([u("q"), NOW[1], {**RESULT, "role": "ipython"}, a("b")], NOW),
-        (
-            [{"role": "developer", "content": "s"}, u("q"), a("b")],
-            [{"role": "system", "content": "s"}, u("q"), a("b")],
-        ),
-        (
-            [
-                {"role": "system", "content": [value("s")], "loss_weight": 0.0},
-                {"role": "user", "content": [value("q"), value("r")], "loss_weight": 0.0},
-                a(
-                    [
-                        value("h", "reasoning"),
-                        value("m", "reasoning"),
-                        value("so"),
-                        value(CALLED, "tool_call"),
-                    ]
-                ),
-                {"role": "tool", "content": [value("7")], "loss_weight": 0.0},
-                a([value("b")], loss_weight=1.0),
-            ],
-            [
-                {"role": "system", "content": "s"},
-                u("qr"),
-                a("so", reasoning_content="hm", tool_calls=[call(x=1)]),
-                RESULT,
-                a("b"),
-            ],
-        ),
-        ([u("q"), a([value(CALLED, "tool_call")], loss_weight=1.0), RESULT, a("b")], NOW),
-        # arrow has all keys of all parts
-        (
-            [u([{**value("q"), "text": None}]), a([{"type": "text", "text": "b", "value": ""}])],
-            [u("q"), a("b")],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "messages"), TABLE["older_calls"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5_training"])
 def test_a_call_in_an_older_form_is_learnt_as_one_of_today(row, messages, name):
     column = "conversations" if "from" in row[0] else "messages"

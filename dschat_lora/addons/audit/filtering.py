@@ -124,7 +124,12 @@ class RowFilter:
         if not records:
             return "unusable"
         texts = compared_texts(parse_row(raw, self._options), self._chat, self._kind)
-        self._add_to_sample(" ".join(texts))
+        # Each of the rows so far is as likely to be in the sample (Vitter's algorithm R).
+        size = self.filtered.config.language_rows
+        self._usable += 1
+        place = self._usable - 1 if len(self.sample) < size else self._draw.randrange(self._usable)
+        if place < size:
+            self.sample[place : place + 1] = [" ".join(texts)]
         prompt, answers = map(words_of, texts)
         if (like := self._shared.find(raw.location, prompt, prompt + answers)) is not None:
             self.filtered.show("contaminated", like)
@@ -139,15 +144,6 @@ class RowFilter:
                 self.filtered.show("near_duplicates", like)
                 return "near_duplicates"
         return "kept"
-
-    def _add_to_sample(self, text: str) -> None:
-        """Each of the rows so far is as likely to be in the sample (Vitter's algorithm R)."""
-        size = self.filtered.config.language_rows
-        self._usable += 1
-        if len(self.sample) < size:
-            self.sample.append(text)
-        elif (place := self._draw.randrange(self._usable)) < size:
-            self.sample[place] = text
 
 
 def filter_rows(
