@@ -189,9 +189,9 @@ def probe_template(
     )
 
 
-def _calling(arguments: object, **keys: str) -> Message:
+def _calling(given: object, **keys: str) -> Message:
     """A message that calls a function; ``keys`` are further ones of the call."""
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}, **keys}
+    call = {"type": "function", "function": {"name": "f", "arguments": given}, **keys}
     return {"role": "assistant", "tool_calls": [call]}
 
 
