@@ -145,8 +145,8 @@ CONFIGURATIONS = {
     "rewards": Configuration(
         "step3_rlhf",
         f"{GROUPS} {PROMPTS} --algorithm grpo --reward_function user_functions:score "
-        "user_functions:by_thirds --reward_weights 1 0.3 --reward_gate user_functions:is_even "
-        "--soft_overlong_tokens 6 --missing_eos_penalty 0.2",
+        "user_functions:by_thirds --reward_weights 1 0.3 --soft_overlong_tokens 6 "
+        "--missing_eos_penalty 0.2",
         processes=(2,),
     ),
     "stateful": Configuration(
@@ -164,8 +164,8 @@ CONFIGURATIONS = {
     ),
     "correction": Configuration(
         "step3_rlhf",
-        f"{GRPO} --top_p 0.8 --rollout_temperature 1.4 --rollout_correction mis --rollout_is "
-        "sequence --rollout_is_threshold 1.5 --rollout_is_threshold_lower 0.3",
+        f"{GRPO} --top_p 0.8 --rollout_correction mis --rollout_is sequence "
+        "--rollout_is_threshold 1.5 --rollout_is_threshold_lower 0.3",
         processes=(1,),
     ),
     "rollout_logprobs": Configuration(

@@ -328,8 +328,7 @@ def test_options_have_no_effect_without_an_environment():
     config = parse_config(RlhfConfig, ["--max_turns", "2", "--reward_retries", "1"])
     assert {*without_effect(config)} == {
         "--max_turns has no effect without --environment",
-        "--reward_retries has no effect without --reward_function or --reward_gate or "
-        "--environment",
+        "--reward_retries has no effect without --reward_function or --environment",
     }
     given = ["--max_turns", "2", "--reward_retries", "1", "--environment", "a:B"]
     assert not without_effect(parse_config(RlhfConfig, given))
