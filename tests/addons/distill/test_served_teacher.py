@@ -200,29 +200,6 @@ def test_a_teacher_that_does_not_fit_is_refused_in_a_line():
         read_prompt_logprobs({"choices": [{"text": "x"}]})
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("", "--distill_loss reverse_kl needs the teacher's whole vocabulary"),
-        ("--distill_loss jsd", "--distill_loss jsd needs the teacher's whole vocabulary"),
-        ("--teacher_bits 4 --distill_loss sampled_reverse_kl", "--teacher_bits 4 is of a teacher"),
-        (
-            "--temperature 0.7 --distill_loss sampled_reverse_kl",
-            "--temperature 0.7 is also of the teacher's log-probabilities",
-        ),
-        (
-            "--distill_loss sampled_reverse_kl --teacher_model_name_or_path http://a?b",
-            "--teacher_model_name_or_path must be the address of a server",
-        ),
-    ],
-)
-def test_options_that_a_served_teacher_has_not_are_refused(argv, words):
-    argv = ["--teacher_model_name_or_path", "http://localhost:1/v1", *argv.split()]
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        check_rlhf(parse_config(DistillConfig, argv))
-    assert "\n" not in str(caught.value)
-
-
 def test_a_served_teacher_is_refused_without_the_add_on_that_asks_servers(monkeypatch):
     monkeypatch.setattr("dschat_lora.addons.distill.options.installed", dict)
     argv = f"--teacher_model_name_or_path http://a:1 --distill_loss {SHORT['distill_loss']}"

@@ -108,22 +108,6 @@ def test_a_judge_that_answers_with_an_error_is_named(endpoint):
     assert f"the judge {url} cannot be asked" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("", "give an endpoint, as in builtin:judge=http://127.0.0.1:8000/v1"),
-        ("localhost:8000", "give an endpoint"),
-        ("http://localhost/v1#missing.txt", "the rubric missing.txt cannot be read"),
-        ("http://localhost/v1#empty.txt", "must have {response} where the answer stands"),
-    ],
-)
-def test_a_judge_that_cannot_be_is_refused(argument, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").write_text("Is it good?")
-    with pytest.raises(ValueError, match=words):
-        builtin_function(f"builtin:judge={argument}")
-
-
 # ---------------------------------------------------------------------------- Python that runs
 
 SORT = "def sort(x):\n    return sorted(x)"

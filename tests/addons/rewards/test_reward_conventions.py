@@ -125,9 +125,3 @@ def test_a_server_that_gives_no_scores_is_named(server, answer, words):
         functions(RESPONSES, TrainerState())
     texts = [str(caught.value.__cause__), str(caught.value.__cause__.__cause__)]
     assert any(url in text and words in text for text in texts)
-
-
-def test_an_address_scores_and_answers_no_turns():
-    RewardsConfig(reward_function=("https://host/score",))
-    with pytest.raises(ValueError, match="or the address of a server that scores"):
-        RewardsConfig(reward_function=("ftp://host/score",))
