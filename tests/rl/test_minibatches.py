@@ -118,11 +118,11 @@ def test_each_predicted_token_is_the_next_one_of_its_response():
         for step, token in enumerate(each.tokens):
             place = row * batch.input_ids.shape[1] + len(each.prompt) + step - 1
             expected.append((place, token, row, step))
-    found = zip(
+    predicted = zip(
         *(x.tolist() for x in (batch.logit_positions, batch.target_ids, batch.owner, batch.step)),
         strict=True,
     )
-    assert sorted(found) == expected
+    assert sorted(predicted) == expected
     ids = batch.input_ids.flatten()
     assert ids[batch.ends].tolist() == [responses[n].tokens[-1] for n in numbers]
     assert ids[batch.logit_positions + 1].tolist() == batch.target_ids.tolist()

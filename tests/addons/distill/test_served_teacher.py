@@ -120,10 +120,10 @@ def test_serve_gives_log_probabilities_of_prompts(tmp_path, monkeypatch, size):
     with served("base", run) as address:
         for model, own in (("base", None), ("run", run)):
             body = {"model": model, "prompt": prompts, "max_tokens": 3, "prompt_logprobs": 0}
-            status, found = send(address, "POST", "/v1/completions", body)
-            assert status == 200, found
+            status, reply = send(address, "POST", "/v1/completions", body)
+            assert status == 200, reply
             plain = send(address, "POST", "/v1/completions", {**body, "prompt_logprobs": None})[1]
-            for ids, choice, other in zip(prompts, found["choices"], plain["choices"], strict=True):
+            for ids, choice, other in zip(prompts, reply["choices"], plain["choices"], strict=True):
                 first, *entries = choice["prompt_logprobs"]
                 assert first is None
                 assert [int(token) for entry in entries for token in entry] == ids[1:]
@@ -134,9 +134,9 @@ def test_serve_gives_log_probabilities_of_prompts(tmp_path, monkeypatch, size):
             ({"stream": True}, "prompt_logprobs is for stream: false"),
             ({"prompt_logprobs": 2}, "prompt_logprobs must be"),
         ):
-            status, found = send(address, "POST", "/v1/completions", {**body, **changes})
+            status, reply = send(address, "POST", "/v1/completions", {**body, **changes})
             assert status == 400
-            assert words in found["error"]["message"]
+            assert words in reply["error"]["message"]
 
 
 def test_log_probabilities_are_those_of_the_response_after_what_the_teacher_reads():

@@ -65,9 +65,9 @@ def test_a_system_message_is_rendered_with_messages_and_stands_before_text(token
         Response(own, (7,), True, 0, columns),
         Response(tuple(encode(["Hi"])[0]), (5,), True, 1, b'{"prompt": "Hi"}'),
     ]
-    found = prompts_of(tokenizer, "Be brief. ")(answered)
-    assert [each.prompt for each in found] == [each.prompt for each in answered]
-    read = [tokenizer.decode(each.reference_prompt) for each in found]
+    responses = prompts_of(tokenizer, "Be brief. ")(answered)
+    assert [each.prompt for each in responses] == [each.prompt for each in answered]
+    read = [tokenizer.decode(each.reference_prompt) for each in responses]
     rendered = make_chat(tokenizer).render(
         [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}],
         add_generation_prompt=True,
@@ -80,8 +80,8 @@ def test_a_system_message_is_rendered_with_messages_and_stands_before_text(token
 def test_a_system_message_heads_a_row_of_any_layout_and_joins_its_own(tokenizer):
     def read(row, options=DEFAULT_OPTIONS):
         asked = replace(prompts_of(tokenizer, "Be brief."), options=options)
-        (found,) = asked([Response((5,), (6,), True, 0, json.dumps(row).encode())])
-        return tokenizer.decode(found.reference_prompt)
+        (response,) = asked([Response((5,), (6,), True, 0, json.dumps(row).encode())])
+        return tokenizer.decode(response.reference_prompt)
 
     def rendered(system, text="Hi"):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -149,10 +149,10 @@ def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     ignored = -100
     ids, labels = [4, 5, 6, 7, 8, 9], [ignored, ignored, 6, ignored, 8, ignored]
     sample = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor(labels).numpy())
-    found = answer_of(sample)
-    assert (found.prompt, found.tokens) == ((4, 5), (6, 7, 8))
-    assert found.actor_mask == (True, False, True)
-    assert not found.origin.is_drawn
+    answer = answer_of(sample)
+    assert (answer.prompt, answer.tokens) == ((4, 5), (6, 7, 8))
+    assert answer.actor_mask == (True, False, True)
+    assert not answer.origin.is_drawn
     whole = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
     assert answer_of(whole).tokens == (5, 6, 7, 8, 9)
     assert answer_of(whole).actor_mask == ()
@@ -173,17 +173,17 @@ def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student()
         values=None,
     )
     config = PpoConfig(algorithm="distill")
-    found = advantages_and_returns(experience, experience.scores, config, kl_coef=0.3)
-    assert found.advantages.tolist() == [[0.75, -2.0], [0.0, 0.0]]
+    targets = advantages_and_returns(experience, experience.scores, config, kl_coef=0.3)
+    assert targets.advantages.tolist() == [[0.75, -2.0], [0.0, 0.0]]
     assert experience.scored().scores.tolist() == [-1.25, 0.0]
 
 
 def test_the_rate_by_rule_is_that_of_the_published_recipe():
     stage, factor = TeacherConfig.rates
     lora = LoraConfig(lora_dim=128)
-    found = ruled_rates("qwen3", 4096, stage=stage, factor=factor, lora=lora)
-    assert (found.base, found.adapter) == pytest.approx((1e-5, 1e-4), rel=0.02)
-    assert "x 0.21 for distill" in found.reason
+    rates = ruled_rates("qwen3", 4096, stage=stage, factor=factor, lora=lora)
+    assert (rates.base, rates.adapter) == pytest.approx((1e-5, 1e-4), rel=0.02)
+    assert "x 0.21 for distill" in rates.reason
 
 
 # ------------------------------------------------------------------------------ runs

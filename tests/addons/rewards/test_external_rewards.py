@@ -27,8 +27,8 @@ def responses_of(*tokens, **row):
 
 def scored(name, responses):
     scorer = load_scorer(RewardsConfig(reward_function=(name,)), Words(), has_model=False)
-    found = scorer(responses, TrainerState())
-    return found.total.tolist(), (found.metrics, found.columns)
+    scores = scorer(responses, TrainerState())
+    return scores.total.tolist(), (scores.metrics, scores.columns)
 
 
 # ---------------------------------------------------------------------------- a judge
@@ -138,8 +138,8 @@ def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
     responses = responses_of(*(tuple(map(ord, t)) for t in texts), **row)
     assert scorer(responses, TrainerState()).total.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     for tests in (None, [], ""):
-        found = scorer(responses_of((49,), tests=tests), TrainerState())
-        assert found.total.isnan().all()
+        scores = scorer(responses_of((49,), tests=tests), TrainerState())
+        assert scores.total.isnan().all()
 
 
 @pytest.mark.parametrize(

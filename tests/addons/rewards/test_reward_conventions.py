@@ -105,13 +105,13 @@ def test_a_server_is_asked_once_for_all_responses(server):
         return {"rewards": [float(len(q)) for q in data["query"]], "extra_logs": {"n": 2}}
 
     url, asked = server(answer, "/get_reward")
-    found = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)(
+    scores = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)(
         RESPONSES, TrainerState()
     )
-    assert found.by_name["get_reward"].tolist() == [8.0, 4.0]
+    assert scores.by_name["get_reward"].tolist() == [8.0, 4.0]
     body = {"query": ["5 67 8 2", "34 5"], "prompts": ["5 6", "3"], "labels": ["4", "6"]}
     assert [(path, sent) for path, _, sent in asked] == [("/get_reward", body)]
-    assert (found.metrics, found.columns) == ({"n": 2.0}, {})
+    assert (scores.metrics, scores.columns) == ({"n": 2.0}, {})
 
 
 @pytest.mark.parametrize(
