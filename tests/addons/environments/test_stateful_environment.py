@@ -191,7 +191,7 @@ def test_reward_functions_see_the_objects_and_rewards_are_added():
     function = RewardFunction("reward_function", "mine:counters", counters, TOKENIZER)
     functions = RewardFunctions((function,), beside=Beside("environments", environment.objects))
     weights = {"counters": 0.5, "Given": 1.0}
-    scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, (), str)
+    scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, str)
     scorer.check_columns({"target"})
     assert scorer.names == ("counters", "Given")
     assert scorer(found, TrainerState()).total.tolist() == [1.0 + 0.5 * 3, 0.0]
