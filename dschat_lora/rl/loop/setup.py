@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
@@ -100,8 +100,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
-    own = config.reference
-    reference = ActorAsItWas() if own is None else own.load(config, tokenizer, sources, run)
+    reference: Reference = ActorAsItWas()
+    if (own := config.reference) is not None:
+        reference = cast(Reference, own.load(config, tokenizer, sources, run))
     player: Player = OneTurn()
     for playing in config.players:
         player = playing.player(config, tokenizer, run.closing)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed, load
@@ -11,7 +11,6 @@ from dschat_lora.config.groups import require
 from dschat_lora.rl.options.names import addon_name, called, is_own, load_object, made
 
 if TYPE_CHECKING:
-    from dschat_lora.rl.draw.engine import RolloutEngine
     from dschat_lora.rl.options.config import RlhfConfig
     from dschat_lora.rl.options.inputs import RlhfInputs, Sources
     from dschat_lora.runtime.run import OpenRun
@@ -64,7 +63,7 @@ class EngineFacts:
         if self.check_options:
             called(self.check_options)(config, inputs)
         elif hasattr(self.own, "check"):
-            engine_object(self.own).check(config)
+            cast(Any, engine_object(self.own)).check(config)
 
     def prepare(
         self, config: "RlhfConfig", sources: "Sources", run: "OpenRun[RlhfConfig]"
@@ -78,7 +77,7 @@ class EngineFacts:
         """Bytes of a device that it takes while the actor trains, as far as it knows."""
         if not hasattr(self.own, "bytes_beside_training"):
             return 0
-        return int(engine_object(self.own).bytes_beside_training(config))
+        return int(cast(Any, engine_object(self.own)).bytes_beside_training(config))
 
 
 ENGINES = {
@@ -150,11 +149,11 @@ def check_engine(name: str) -> None:
 _objects: dict[type, object] = {}
 
 
-def engine_object(own: object, *, is_taken: bool = False) -> "RolloutEngine":
+def engine_object(own: object, *, is_taken: bool = False) -> object:
     """A user's engine: the object, or one of the class, which is made once for a run."""
-    engine = own
-    if isinstance(own, type):
-        engine = _objects.pop(own, None) or made("rollout_engine", own.__name__, own)
-        if not is_taken:
-            _objects[own] = engine
-    return cast("RolloutEngine", engine)
+    if not isinstance(own, type):
+        return own
+    engine = _objects.pop(own, None) or made("rollout_engine", own.__name__, own)
+    if not is_taken:
+        _objects[own] = engine
+    return engine

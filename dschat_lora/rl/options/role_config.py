@@ -23,10 +23,8 @@ from dschat_lora.config.when import no_effect
 
 if TYPE_CHECKING:
     from dschat_lora.models.loading import Tokenizer
-    from dschat_lora.rl.learn.reference import Reference
     from dschat_lora.rl.options.config import RlhfConfig
     from dschat_lora.rl.options.inputs import Sources
-    from dschat_lora.rl.score.scores import Scorer
     from dschat_lora.runtime.run import OpenRun
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
@@ -169,8 +167,8 @@ class ReferenceOptions(Protocol):
     def logit_bytes(self, config: "RlhfConfig") -> int | None:
         """Bytes for each logit of a chunk that a loss of its own takes; None: it has no such."""
 
-    def scorer(self) -> "Scorer":
-        """What scores in runs that nothing else scores."""
+    def scorer(self) -> object:
+        """The :class:`~dschat_lora.rl.score.scores.Scorer` of runs that nothing else scores."""
 
     def load(
         self,
@@ -178,8 +176,8 @@ class ReferenceOptions(Protocol):
         tokenizer: "Tokenizer",
         sources: "Sources",
         run: "OpenRun[RlhfConfig]",
-    ) -> "Reference":
-        """The reference; call on every rank."""
+    ) -> object:
+        """The :class:`~dschat_lora.rl.learn.reference.Reference`; call on every rank."""
 
 
 @contextmanager

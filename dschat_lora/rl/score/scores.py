@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -365,7 +365,7 @@ def load_scoring(
     if scorer.weights:
         return Scoring(scorer, judge)
     if config.reference is not None:
-        return Scoring(config.reference.scorer(), judge)
+        return Scoring(cast(Scorer, config.reference.scorer()), judge)
     raise ValueError("nothing gives a reward: give --reward_function or a reward model")
 
 
