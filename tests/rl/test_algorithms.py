@@ -7,19 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from dschat_lora.engine.build import StepOutcome
-from dschat_lora.lora.casts import FactorCasts
-from dschat_lora.rl.learn.engines import Retry
 from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask
 from dschat_lora.rl.response.response import Response
+from helpers.given_engines import CPU, Roles
 from helpers.iterations import ragged_responses
 
-CPU, LONGEST = torch.device("cpu"), 12
+LONGEST = 12
 CUT = (2, 7)  # responses without end of sequence
 UNSCORED = 4
 RESPONSES = [
@@ -32,42 +29,16 @@ MASK = response_mask(RESPONSES, CPU)
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-class Actor:
-    """An engine whose log-probabilities are given; sums what is fed back."""
-
-    device = CPU
+class Given(Roles):
+    """Engines of an actor alone, whose log-probabilities are given."""
 
     def __init__(self, logprobs):
-        self.leaf, self.module, self.total = logprobs.requires_grad_(), nn.Linear(1, 1), 0.0
-
-    def backward(self, loss, *, last):
-        loss.backward()
-        self.total += loss.item()
-
-
-class Roles:
-    """Engines of an actor alone."""
-
-    critic, retry, casts = None, Retry(), FactorCasts()
-
-    def __init__(self, logprobs):
-        self.actor = Actor(logprobs)
-        self.trained = {"actor": self.actor}
+        super().__init__(critic=False)
+        self.leaf = logprobs.requires_grad_()
 
     def policy(self, batch, width):
-        rows = self.actor.leaf[list(batch.numbers)]
+        rows = self.leaf[list(batch.numbers)]
         return rows, torch.zeros_like(rows)
-
-    outputs = policy
-
-    def set_rates(self, factor):
-        return {"actor": {"lora": factor}}
-
-    def train(self, roles):
-        pass
-
-    def queue_step(self, roles):
-        return lambda: {"actor": StepOutcome(1.0, False, 1.0)}
 
 
 def table(seed, scale=0.4):
@@ -92,7 +63,7 @@ def fed(config, responses=RESPONSES):
     """(loss, gradient of the log-probabilities) of one step on all responses, in two batches."""
     mask = MASK & ~SCORES.isnan()[:, None]
     experience = Experience(responses, mask, REFERENCE, SCORES, OLD, None)
-    roles = Roles(NEW.clone())
+    roles = Given(NEW.clone())
     targets = partial(
         advantages_and_returns,
         rewards=SCORES.nan_to_num(0.0),
@@ -111,8 +82,9 @@ def fed(config, responses=RESPONSES):
         max_length=LONGEST,
     )
     (result,) = updater.steps(lambda _: 1.0)
-    assert result.loss == pytest.approx(roles.actor.total, abs=1e-10)
-    return roles.actor.total, torch.where(MASK, roles.actor.leaf.grad, 0)
+    total = sum(loss for loss, _ in roles.actor.fed)
+    assert result.loss == pytest.approx(total, abs=1e-10)
+    return total, torch.where(MASK, roles.leaf.grad, 0)
 
 
 def tokens(row, *tensors):
