@@ -103,7 +103,7 @@ class TrainEngine(Generic[NetworkT]):
         return self._engine.module
 
     @property
-    def deepspeed(self) -> Any:
+    def deepspeed(self) -> deepspeed.DeepSpeedEngine:
         """DeepSpeed's engine, which :func:`destroy_engines` takes."""
         return self._engine
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -124,8 +125,8 @@ def test_a_driver_and_a_wheel_that_do_not_fit_are_named_with_the_remedy(
 def test_the_remedy_fits_the_cards(smi, monkeypatch, cards, version, cuda, remedy):
     wheel(monkeypatch, version, cuda)
     smi(cards)
-    _, found = gpu.problem(CPU)
-    assert found == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
+    _, advice = gpu.problem(CPU)
+    assert advice == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
 
 
 def test_a_driver_that_knows_no_compute_capability_is_asked_without(smi, monkeypatch, tmp_path):
@@ -133,8 +134,8 @@ def test_a_driver_that_knows_no_compute_capability_is_asked_without(smi, monkeyp
     smi("")
     script = '#!/bin/sh\ncase "$1" in *compute_cap*) echo Field is not valid; exit 2;; esac\n'
     (tmp_path / "nvidia-smi").write_text(f"{script}echo 470.82.01\n")
-    found, _ = gpu.problem(CPU)
-    assert "NVIDIA driver 470.82.01 is here" in found
+    reason, _ = gpu.problem(CPU)
+    assert "NVIDIA driver 470.82.01 is here" in reason
 
 
 @pytest.mark.parametrize(("driver", "cuda"), [("525.60.13", "12.9"), ("580.65.06", "13.0")])
@@ -147,9 +148,9 @@ def test_a_driver_that_is_new_enough_is_not_blamed(smi, monkeypatch, driver, cud
     monkeypatch.setattr(torch.cuda, "init", fail)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     smi(driver)
-    found, remedy = gpu.problem(CPU)
-    assert "needs driver" not in found
-    assert found.endswith("(CUDA unknown error - this may be due to; CUDA_VISIBLE_DEVICES=7)")
+    reason, remedy = gpu.problem(CPU)
+    assert "needs driver" not in reason
+    assert reason.endswith("(CUDA unknown error - this may be due to; CUDA_VISIBLE_DEVICES=7)")
     assert "nvidia-smi" in remedy
 
 
@@ -160,8 +161,8 @@ def test_a_driver_in_the_kernel_that_shows_no_card_asks_for_one(smi, monkeypatch
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text(f"{module}GCC version:  gcc version 13.3.0\n")
-    found, remedy = gpu.problem(CPU)
-    assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no card" in found
+    reason, remedy = gpu.problem(CPU)
+    assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no card" in reason
     assert "--gpus all" in remedy
     assert "restart" not in remedy
 
@@ -172,9 +173,10 @@ def test_files_of_cards_that_nvidia_smi_does_not_show_ask_for_one_too(smi, monke
     smi("No devices were found", code=6)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    monkeypatch.setattr(gpu, "_reason", lambda: "no CUDA-capable device is detected")
-    found, remedy = gpu.problem(CPU)
-    assert "no card is shown here (no CUDA-capable device is detected)" in found
+    init = mock.Mock(side_effect=RuntimeError("no CUDA-capable device is detected"))
+    monkeypatch.setattr(torch.cuda, "init", init)
+    reason, remedy = gpu.problem(CPU)
+    assert "no card is shown here (no CUDA-capable device is detected)" in reason
     assert "--gpus all" in remedy
     assert "--gres=gpu:1" in remedy
     assert "see what nvidia-smi shows" in remedy
@@ -344,16 +346,16 @@ def test_lacking_kernels_are_in_the_build_for_the_card(
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
-    _, found = gpu.problem(torch.device("cuda", 0))
-    assert found == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
+    _, advice = gpu.problem(torch.device("cuda", 0))
+    assert advice == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
     other = {0: capability, 1: (7, 0) if capability > (9, 0) else (10, 0)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda d: other[getattr(d, "index", d)]
     )
     gpu._lacking_kernels.cache_clear()
-    _, found = gpu.problem(torch.device("cuda", 0))
-    assert ("no one build of torch serves" in found) == ("newer torch" not in remedy)
+    _, advice = gpu.problem(torch.device("cuda", 0))
+    assert ("no one build of torch serves" in advice) == ("newer torch" not in remedy)
 
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -413,8 +415,8 @@ def test_a_setting_of_the_users_is_left_alone(allocator, monkeypatch, name):
     monkeypatch.setattr(gpu, "TRIAL", REFUSES)
     monkeypatch.setenv(name, "max_split_size_mb:512")
     assert gpu.allow_expandable_segments(0) is None
-    found = [os.environ[each] for each in (ALLOCATOR, "PYTORCH_ALLOC_CONF") if each in os.environ]
-    assert found == ["max_split_size_mb:512"]
+    kept = [os.environ[each] for each in (ALLOCATOR, "PYTORCH_ALLOC_CONF") if each in os.environ]
+    assert kept == ["max_split_size_mb:512"]
 
 
 def test_the_trial_says_why_in_one_line():

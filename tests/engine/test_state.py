@@ -1,6 +1,7 @@
 """What an engine has learnt goes from any ZeRO stage and size to any other, bit for bit."""
 
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,20 +39,18 @@ TOLERANCE = {"adapters in fp32": 1e-5, "every weight in fp32": 1e-5}
 @pytest.fixture(scope="module")
 def carried(ranks, model_directory):
     """``carried(case, size)``: the reports of :func:`helpers.states.carry`, from rank 0."""
-    done = {}
 
+    @cache
     def of(case, size):
-        if (case, size) not in done:
-            stages, common, overflow_at = CASES[case]
-            done[case, size] = ranks(size).run(
-                "helpers.states:carry",
-                path=model_directory("opt"),
-                holders=[{"stage": stage} for stage in stages],
-                common=common,
-                overflow_at=overflow_at,
-                further=FURTHER[case],
-            )[0]
-        return done[case, size]
+        stages, common, overflow_at = CASES[case]
+        return ranks(size).run(
+            "helpers.states:carry",
+            path=model_directory("opt"),
+            holders=[{"stage": stage} for stage in stages],
+            common=common,
+            overflow_at=overflow_at,
+            further=FURTHER[case],
+        )[0]
 
     return of
 
