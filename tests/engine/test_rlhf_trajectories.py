@@ -228,12 +228,12 @@ def reports(run_many):
 
     @cache
     def of(name):
-        found = {}
+        by_place = {}
         for size in (1, 2):
             stages = [stage for n, stage in KINDS[name][1] if n == size]
             results = run_many(size, [(name, (stage, stage), False) for stage in stages])
-            found |= {(size, s): report for s, report in zip(stages, results, strict=True)}
-        return found
+            by_place |= {(size, s): report for s, report in zip(stages, results, strict=True)}
+        return by_place
 
     return of
 
@@ -282,9 +282,9 @@ def test_places_are_every_stage_and_each_kind_of_run_in_one_and_two_processes():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_run_is_the_same_at_every_zero_stage_and_number_of_processes(reports, name):
-    found = reports(name)
-    expected = found[1, 0]
-    for report in found.values():
+    by_place = reports(name)
+    expected = by_place[1, 0]
+    for report in by_place.values():
         assert_same(report, expected)
 
 
@@ -323,12 +323,12 @@ def test_the_first_step_starts_where_the_policy_sampled(reports):
 @pytest.mark.parametrize("name", ["ppo", *["ppo of llama"] * ALL])
 def test_written_adapters_are_the_same_at_every_stage(reports, name):
     roles = ["actor", "critic", *(["actor_ema"] if name == "ppo" else [])]
-    found = reports(name)
+    by_place = reports(name)
     for role in roles:
         path = Path(role) / "adapter" / "adapter_model.safetensors"
-        expected = load_file(found[1, 0]["out"] / path)
+        expected = load_file(by_place[1, 0]["out"] / path)
         assert expected
-        for report in found.values():
+        for report in by_place.values():
             tensors = load_file(report["out"] / path)
             assert tensors.keys() == expected.keys()
             for key, value in expected.items():

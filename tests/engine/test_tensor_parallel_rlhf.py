@@ -51,7 +51,7 @@ def reports(ranks, tmp_path_factory):
 
     @cache
     def of():
-        found = {}
+        by_layout = {}
         for size, layouts in ((1, ["whole"]), (2, list(LAYOUTS))):
             results = ranks(size).run(
                 "helpers.tensor_parallel_roles:train_roles_many",
@@ -64,8 +64,8 @@ def reports(ranks, tmp_path_factory):
                 ],
             )
             for layout, each in zip(layouts, zip(*results, strict=True), strict=True):
-                found[layout] = [report | {"out": home / layout} for report in each]
-        return found
+                by_layout[layout] = [report | {"out": home / layout} for report in each]
+        return by_layout
 
     return of
 
