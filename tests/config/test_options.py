@@ -10,7 +10,6 @@ import pytest
 from dschat_lora.config.addons import installed
 from dschat_lora.config.options import (
     command_line,
-    fail,
     flatten,
     given_options,
     group,
@@ -18,7 +17,7 @@ from dschat_lora.config.options import (
     parse_config,
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.runtime.stage_main import run_main
+from dschat_lora.runtime.stage_main import fail, run_main
 from dschat_lora.runtime.validation import check_supervised
 from helpers.addons import of_the_whole, with_addon
 from helpers.step1 import parsed
@@ -283,39 +282,6 @@ def test_number_that_is_not_finite_is_refused(number):
         parse(f"--rate={number}")
     with pytest.raises(ValueError, match="--weights: must be a number, got"):
         parse(f"--weights={number}")
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("--lora_dm", "--lora_dim"),
-        ("--lora-dim", "--lora_dim"),
-        ("-lora_dim", "--lora_dim"),
-        ("--lora_dimm=8", "--lora_dim"),
-        ("--learning_rat", "--learning_rate"),
-        ("--gradient-accumulation-steps", "--gradient_accumulation_steps"),
-        ("--no_packing", "--no-packing"),
-        ("--conifg", "--config"),
-    ],
-)
-def test_misspelt_flag_is_answered_with_the_right_one(typed, meant):
-    with pytest.raises(ValueError, match=rf"did you mean {meant}\?"):
-        parsed(typed, "8")
-
-
-def test_flag_like_no_other_is_not_guessed():
-    with pytest.raises(ValueError, match="unknown option --banana; see --help"):
-        parsed("--banana", "me")
-
-
-def test_abbreviation_is_not_taken_for_a_flag():
-    with pytest.raises(ValueError, match="unknown option --lora_di; did you mean --lora_dim"):
-        parsed("--lora_di", "8")
-
-
-def test_negative_number_in_scientific_notation_is_a_value():
-    with pytest.raises(ValueError, match="--learning_rate must be > 0, got -0.0001"):
-        parsed("--learning_rate", "-1e-4")
 
 
 # ---------------------------------------------------------------------------- YAML

@@ -242,6 +242,7 @@ class Outcome:
     """How a command line ended."""
 
     code: int | None = None
+    out: str = ""
     err: str = ""
     error: str = ""  # a traceback
     calls: list = field(default_factory=list)  # of what is imported late: its arguments
@@ -276,14 +277,19 @@ def run_line(line):
     """The outcome of ``dschat-lora ...`` in this process and the working directory."""
     for name, text in line.files:
         Path(name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    return outcome_of(["dschat-lora", *line.argv], program.main)
+
+
+def outcome_of(argv, main):
+    """The outcome of ``main`` where ``sys.argv`` is ``argv``, short of what is imported late."""
     outcome, before = Outcome(), _files()
     with _in_one_minute():
-        _run(line.argv, outcome)
+        _run(argv, main, outcome)
     outcome.written = _files() - before
     return outcome
 
 
-def _run(argv, outcome):
+def _run(argv, main, outcome):
     # As the streams of a terminal: lone surrogates can be written to the second alone.
     out, err = (
         io.TextIOWrapper(io.BytesIO(), "utf-8", errors, write_through=True)
@@ -309,7 +315,7 @@ def _run(argv, outcome):
     try:
         with (
             replaced(
-                (sys, "argv", ["dschat-lora", *argv]),
+                (sys, "argv", argv),
                 (stage_main.LateFunction, "load", load),
                 (train, "launch_stage", reach),
                 *(
@@ -323,14 +329,14 @@ def _run(argv, outcome):
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
-            program.main()
+            main()
     except _ReachedError:
         pass
     except SystemExit as ended:
         outcome.code = ended.code
     except BaseException:  # noqa: BLE001
         outcome.error = traceback.format_exc()
-    outcome.err = err.buffer.getvalue().decode()
+    outcome.out, outcome.err = (each.buffer.getvalue().decode() for each in (out, err))
 
 
 @contextlib.contextmanager
