@@ -84,13 +84,17 @@ def operations_of_second_save(log):
 
 
 def spread(points, count):
-    """All points in a long run, else ``count`` of them, evenly with both ends; one: the middle."""
+    """All points in a long run, else ``count`` of them, as :func:`evenly`."""
+    return list(points) if LONG else evenly(points, count)
+
+
+def evenly(points, count):
+    """``count`` of the points at most, evenly with both ends; one: the middle."""
     points = list(points)
-    if LONG or len(points) <= count:
-        return points
     if count == 1:
-        return [points[len(points) // 2]]
-    return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
+        return points[len(points) // 2 :][:1]
+    count = min(count, len(points))
+    return [points[round(i * (len(points) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def wait_until(condition, running, timeout=60):
