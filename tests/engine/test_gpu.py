@@ -353,43 +353,29 @@ def allocator(monkeypatch):
         monkeypatch.delenv(name)
 
 
+REFUSED = "the GPU refuses expandable segments, without which memory may be fragmented"
+FULL = "CUDA out of memory. Tried to allocate 64.00 MiB"
+FILLED = "another program fills the GPU, where expandable segments cannot be tried"
+
+
 @pytest.mark.parametrize(
     ("trial", "said"),
     [
-        (REFUSES, "CUDA driver error: operation not supported"),
-        ("import os, sys; sys.stderr.close(); os.abort()", "exit code -6"),
-        ("import time; time.sleep(60)", "no answer in 0.5 s"),
+        (REFUSES, f"{REFUSED}: CUDA driver error: operation not supported"),
+        ("import os, sys; sys.stderr.close(); os.abort()", f"{REFUSED}: exit code -6"),
+        ("import time; time.sleep(60)", f"{REFUSED}: no answer in 0.5 s"),
+        (f"import sys; sys.exit({FULL!r})", f"{FILLED}: {FULL}"),
+        (f"import sys; assert sys.argv[1] == 'cuda:3'; {WANTS}", None),
     ],
-    ids=["refused", "aborted", "hung"],
+    ids=["refused", "aborted", "hung", "full", "extended"],
 )
-def test_segments_that_another_process_cannot_extend_stay_of_a_fixed_size(
+def test_segments_are_extended_where_a_trial_with_them_on_this_gpu_succeeds(
     allocator, monkeypatch, trial, said
 ):
     monkeypatch.setattr(gpu, "TRIAL", trial)
     monkeypatch.setattr(gpu, "_TRIAL_SECONDS", 0.5 if "sleep" in trial else 60)
-    note = gpu.allow_expandable_segments(1)
-    assert note.endswith(f": {said}")
-    assert "expandable segments" in note
-    assert "\n" not in note
-    assert ALLOCATOR not in os.environ
-
-
-def test_a_trial_that_finds_the_gpu_full_does_not_blame_the_gpu(allocator, monkeypatch):
-    full = "CUDA out of memory. Tried to allocate 64.00 MiB"
-    monkeypatch.setattr(gpu, "TRIAL", f"import sys; sys.exit({full!r})")
-    note = gpu.allow_expandable_segments(0)
-    assert note.startswith("another program fills the GPU")
-    assert "refuses" not in note
-    assert note.endswith(f": {full}")
-    assert ALLOCATOR not in os.environ
-
-
-def test_segments_are_extended_where_the_trial_with_them_on_this_gpu_succeeds(
-    allocator, monkeypatch
-):
-    monkeypatch.setattr(gpu, "TRIAL", f"import sys; assert sys.argv[1] == 'cuda:3'; {WANTS}")
-    assert gpu.allow_expandable_segments(3) is None
-    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+    assert gpu.allow_expandable_segments(3) == said
+    assert os.environ.get(ALLOCATOR) == (None if said else "expandable_segments:True")
 
 
 @pytest.mark.parametrize("name", [ALLOCATOR, "PYTORCH_ALLOC_CONF"])
