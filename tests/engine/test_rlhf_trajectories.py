@@ -271,14 +271,6 @@ FIGURES = """
 """.split()
 
 
-def test_places_are_every_stage_and_each_kind_of_run_in_one_and_two_processes():
-    # In one process, stages 1 and 2 share out nothing.
-    everywhere = {place for _, kind_places, _ in KINDS.values() for place in kind_places}
-    assert everywhere >= {(1, 0), (1, 3), (2, 1), (2, 2), (2, 3)}
-    for _, kind_places, _ in KINDS.values():
-        assert {size for size, _ in kind_places} == {1, 2}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_run_is_the_same_at_every_zero_stage_and_number_of_processes(reports, name):
     by_place = reports(name)
