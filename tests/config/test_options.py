@@ -432,11 +432,6 @@ def test_of_an_option_given_twice_the_last_counts_and_a_file_of_options_is_given
     assert parse("--size 1 --size 2").part.size == 2, "of a single value the last one counts"
 
 
-def test_missing_yaml_file_is_named():
-    with pytest.raises(ValueError, match="--config none.yaml cannot be read"):
-        parse("--config none.yaml")
-
-
 # ---------------------------------------------------------------------------- ending
 
 
