@@ -281,7 +281,8 @@ REFUSALS = [
         for line in BY_MODEL[: None if ALL else 1]
     ],
     (
-        *("nothing", f"{RLOO}distinct numbers_functions:large --reward_weights 1e30 1e30"),
+        "nothing",
+        f"{RLOO}distinct numbers_functions:large --reward_weights 1e30 1e30 --eval_prompts 0",
         *(["the weighted sum of rewards gives inf for"], 0),
     ),
     ("nothing", f"{JUDGED}nothing", ["no answer got a score"], 0),
