@@ -398,9 +398,6 @@ def test_all_processes_end_where_one_reads_what_is_not_finite(launcher, run, hom
         assert "Traceback" not in running.err()
 
 
-# ---------------------------------------------------------------------------- training
-
-
 def test_classifier_that_diverges_ends_at_once_and_keeps_no_checkpoint(refused, home):
     save_encoder("roberta", home / "encoder")
     write_task("sst2", home / "sst2")
@@ -440,9 +437,6 @@ def test_number_that_fp32_would_turn_into_another_is_refused(run, verb, option, 
     ended = run(f"{verb} --{option}={value}")
     words = f"--{option}: must be 0 or of a size from 1e-30 to 1e+30, got '{value}'"
     assert ended == (2, "", f"error: {words}\n")
-
-
-# ---------------------------------------------------------------------------- rewards
 
 
 @pytest.mark.parametrize(("line", "option"), [(RLOO, "reward"), (JUDGED, "judge")])
