@@ -70,7 +70,7 @@ def with_options(
         assert options.kind is options.VAR_KEYWORD
         taken, rows = {*whole.parameters, *named}, dict[str, OptionRow]()
         sections: dict[str, str] = {}
-        for name, (field, annotation) in option_fields(config_class):
+        for name, (field, annotation) in option_fields(config_class).items():
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default

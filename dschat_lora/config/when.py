@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dschat_lora.config.options import (
@@ -25,12 +25,25 @@ def no_effect(option: str, why: str) -> str:
     return f"--{option} has no effect{why}"
 
 
+def base_rate_note(value: Callable[[str], Any]) -> str:
+    """A message where ``--learning_rate`` is of base weights, and adapters alone train."""
+    rates = ("learning_rate", "lora_learning_rate", "default_lora_learning_rate")
+    rate, own, default = map(value, rates)
+    if not (value("lora_dim") and value("only_optimize_lora")) or own == rate:
+        return ""
+    # Otherwise the adapters' rate comes from it.
+    if own is None and (rate == "auto" or value("lora_lr_multiplier") or default is None):
+        return ""
+    why = f": adapters alone train, at --lora_learning_rate {own or default:g}"
+    return no_effect("learning_rate", why)
+
+
 def without_effect(config: Any) -> list[str]:
     """A message for each option that was given and changes nothing, as its ``when`` says.
 
     One that is off, as by default, is passed over.
     """
-    values, options = flatten(config), dict(option_fields(type(config)))
+    values, options = flatten(config), option_fields(type(config))
 
     def is_off(name: str) -> bool:  # an empty list is not: a check may have emptied it
         return values[name] in _OFF and options[name][0].default in _OFF
@@ -62,7 +75,7 @@ class _Values:
     """The values of a config by name, those of its groups' other fields and properties too."""
 
     def __init__(self, config: Any) -> None:
-        self.options = dict(option_fields(type(config)))
+        self.options = option_fields(type(config))
         self._groups = list(_groups(config))
         self.also_when: dict[str, str] = {}  # of options of others, by a group that uses them
         for _, each in self._groups:

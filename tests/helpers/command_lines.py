@@ -170,7 +170,7 @@ def option_table(command):
     return tuple(
         _of_field(name, annotation, option_aliases(each))
         for each in classes
-        for name, (_, annotation) in option_fields(each)
+        for name, (_, annotation) in option_fields(each).items()
     )
 
 
