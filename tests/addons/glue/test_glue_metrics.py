@@ -14,12 +14,12 @@ FOUND = np.array([1, 1, 1, 0, 1, 0])
 LOGITS = np.stack([-FOUND, FOUND], axis=1).astype(np.float32)
 
 
-def test_mrpc_and_qqp_have_accuracy_f1_and_their_mean():
-    for name in ("mrpc", "qqp"):
-        metrics = task_metrics(TASKS[name], LOGITS, LABELS)
-        assert metrics["accuracy"] == pytest.approx(4 / 6)
-        assert metrics["f1"] == pytest.approx(6 / 8)  # 2 TP / (2 TP + FP + FN)
-        assert metrics["combined_score"] == pytest.approx((4 / 6 + 6 / 8) / 2)
+@pytest.mark.parametrize("name", ["mrpc", "qqp"])
+def test_mrpc_and_qqp_have_accuracy_f1_and_their_mean(name):
+    metrics = task_metrics(TASKS[name], LOGITS, LABELS)
+    assert metrics["accuracy"] == pytest.approx(4 / 6)
+    assert metrics["f1"] == pytest.approx(6 / 8)  # 2 TP / (2 TP + FP + FN)
+    assert metrics["combined_score"] == pytest.approx((4 / 6 + 6 / 8) / 2)
 
 
 @pytest.mark.smoke
@@ -36,9 +36,8 @@ def test_stsb_has_both_correlations_and_squared_error():
     # Deviations (-4, -1, 5) / 3 and (-1, 1, 0): products sum to 1; squares to 42 / 9 and 2.
     assert metrics["pearson"] == pytest.approx(1 / math.sqrt(42 / 9 * 2))
     assert metrics["spearmanr"] == pytest.approx(1 - 6 * 2 / (3 * 8))  # ranks differ by 0, -1, 1
-    assert metrics["combined_score"] == pytest.approx(
-        (metrics["pearson"] + metrics["spearmanr"]) / 2
-    )
+    mean = (metrics["pearson"] + metrics["spearmanr"]) / 2
+    assert metrics["combined_score"] == pytest.approx(mean)
     assert metrics["loss"] == pytest.approx((0 + 1 + 4) / 3)
     assert predictions(TASKS["stsb"], found).tolist() == [1.0, 2.0, 4.0]
 
