@@ -35,6 +35,7 @@ def shown(monkeypatch):
 def test_notes_and_warnings_stay_in_sight_and_other_lines_are_folded(shown):
     view = NotebookView("sft")
     view.say("  rows         40 prompt-completion; 0 bad (0 empty)")
+    view.say(f"output: {Path.cwd()}/output/sft")
     view.say("  note         the adapter is continued")
     view.say("  warning      no row is held out")
     before, folded = shown[-1].split("<details>")
@@ -42,6 +43,7 @@ def test_notes_and_warnings_stay_in_sight_and_other_lines_are_folded(shown):
     assert "Warning: no row is held out" in before
     assert "40 prompt-completion" in folded
     assert "40 prompt-completion" not in before
+    assert "output: output/sft" in folded  # paths below the working directory are short
 
 
 def test_a_bar_says_how_far_the_run_is_and_goes_at_its_end(shown):
@@ -54,12 +56,6 @@ def test_a_bar_says_how_far_the_run_is_and_goes_at_its_end(shown):
     view.end("finished")
     assert "finished, step 2 of 4" in shown[-1]
     assert "<progress" not in shown[-1]
-
-
-def test_paths_below_the_working_directory_are_short(shown):
-    view = NotebookView("sft")
-    view.say(f"output: {Path.cwd()}/output/sft")
-    assert "output: output/sft" in shown[-1]
 
 
 def test_lines_and_metrics_of_any_text_are_no_markup(shown):
@@ -75,30 +71,20 @@ def test_lines_and_metrics_of_any_text_are_no_markup(shown):
 def test_a_run_of_any_text_is_no_markup(tmp_path):
     home = tmp_path / "run <b>"
     home.mkdir()
-    answers = [
-        {"when": when, "prompt": HOSTILE, "answer": f"{HOSTILE}{when}"}
-        for when in ("before", "after")
-    ]
+    assert "run &lt;b&gt;" in Run(home)._repr_html_()  # of a model that is no run its path
+    answers = [{"when": w, "prompt": HOSTILE, "answer": HOSTILE + w} for w in ("before", "after")]
     facts = {"stage": HOSTILE, "status": HOSTILE, "answers": answers}
     facts["config"] = {"model_name_or_path": HOSTILE, "lora_dim": HOSTILE}
     (home / "run.json").write_text(json.dumps(facts))
-    lines = [
-        {"kind": "eval", "step": 0, "perplexity": HOSTILE, "loss": 1.0},
-        {**LINE, "step": 1},
-        {**LINE, "step": 2, "loss": "nan"},
-        {**LINE, "step": 3, "loss": 1.0},
-        {"kind": "event", "step": 3, "event": "warning", "message": HOSTILE},
-    ]
+    lines = [{"kind": "eval", "step": 0, "perplexity": HOSTILE, "loss": 1.0}]
+    lines += [{**LINE, "step": step, "loss": loss} for step, loss in enumerate([2.0, "nan", 1.0])]
+    lines.append({"kind": "event", "step": 3, "event": "warning", "message": HOSTILE})
     (home / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     html = Run(home)._repr_html_()
     assert is_harmless(html)
     assert "run &lt;b&gt;" in html
     assert "before" in html
     assert html.count("<polyline") == 1
-
-
-def test_a_model_that_is_no_run_shows_its_path(tmp_path):
-    assert str(tmp_path) in Run(tmp_path)._repr_html_()
 
 
 def test_a_curve_leaves_out_what_is_not_finite_and_says_its_range():
@@ -138,7 +124,7 @@ def kernel(tmp_path_factory):
 
 def run_cell(client, code, *, on_message=lambda kind, content: None, seconds=120):
     """What a cell sends: pairs of a kind and a content."""
-    request, found, deadline = client.execute(code), [], time.monotonic() + seconds
+    request, sent, deadline = client.execute(code), [], time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             message = client.get_iopub_msg(timeout=1)
@@ -147,11 +133,11 @@ def run_cell(client, code, *, on_message=lambda kind, content: None, seconds=120
         if message["parent_header"].get("msg_id") != request:
             continue
         kind, content = message["msg_type"], message["content"]
-        found.append((kind, content))
+        sent.append((kind, content))
         on_message(kind, content)
         if kind == "status" and content["execution_state"] == "idle":
-            return found
-    raise AssertionError(f"{code!r} goes on after {seconds} s: {found}")
+            return sent
+    raise AssertionError(f"{code!r} goes on after {seconds} s: {sent}")
 
 
 @pytest.mark.thorough
