@@ -83,8 +83,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             assert self._run.directory is not None, "a dry run trains nothing"
             return evaluations_in(self._run.directory / "metrics.jsonl")
 
-        found = json.loads(broadcast_string(json.dumps(on_rank_zero(read))))
-        self.evaluations = {int(step): measures for step, measures in found.items()}
+        evaluations = json.loads(broadcast_string(json.dumps(on_rank_zero(read))))
+        self.evaluations = {int(step): measures for step, measures in evaluations.items()}
         if self.evaluations:
             self.step = max(self.evaluations)
             self.metrics = self.evaluations[self.step]
@@ -173,18 +173,18 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     def _evaluated(self, step: int, logs: dict[str, Any]) -> None:
         mismatched = any(name.startswith(_MISMATCHED) for name in logs)
         prefix = _MISMATCHED if mismatched else "eval_"
-        found = {n.removeprefix(prefix): v for n, v in logs.items() if n.startswith(prefix)}
+        measures = {n.removeprefix(prefix): v for n, v in logs.items() if n.startswith(prefix)}
         names = ["loss", *self._run.config.task.measures]
-        names += ["combined_score"] if "combined_score" in found else []
+        names += ["combined_score"] if "combined_score" in measures else []
         self.metrics = (self.metrics if step == self.step else {}) | {
-            prefix + name: found[name] for name in names
+            prefix + name: measures[name] for name in names
         }
         self.step = step
         self.evaluations[step] = self.metrics
         label = "mm_" if mismatched else ""
-        fields = {"epoch": logs.get("epoch"), **{label + name: found[name] for name in names}}
+        fields = {"epoch": logs.get("epoch"), **{label + name: measures[name] for name in names}}
         self._log.write("eval", step, fields)
-        shown = "  ".join(f"{name} {found[name]:.4f}" for name in [*names[1:], "loss"])
+        shown = "  ".join(f"{name} {measures[name]:.4f}" for name in [*names[1:], "loss"])
         self._log.say(f"eval after step {step}{' (mismatched)' if mismatched else ''}: {shown}")
         self._last = time.monotonic()
 
@@ -192,13 +192,13 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
 def evaluations_in(path: Path) -> dict[int, dict[str, float]]:
     """Measures of each evaluation in a log, by the step and the Trainer's names."""
     other = {"kind", "step", "time", "epoch"}
-    found: dict[int, dict[str, float]] = {}
+    evaluations: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if record["kind"] == "eval":
             measures = {f"eval_{n}": float(v) for n, v in record.items() if n not in other}
-            found.setdefault(record["step"], {}).update(measures)
-    return found
+            evaluations.setdefault(record["step"], {}).update(measures)
+    return evaluations
 
 
 def complete(run: OpenRun[GlueConfig], identity: Mapping[str, Any], state: TrainerState) -> None:
@@ -260,10 +260,10 @@ def check_pickles(checkpoint: Path) -> None:
     """
     for path in sorted(checkpoint.glob("global_step*/*.pt")):
         try:
-            found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+            called = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged, or no file of torch's: {error}") from None
-        if strange := sorted(found - _OF_DEEPSPEED):
+        if strange := sorted(called - _OF_DEEPSPEED):
             raise ValueError(
                 f"{path} would call {', '.join(strange)} when it is read, which no checkpoint of a "
                 "run holds"

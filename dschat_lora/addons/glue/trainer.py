@@ -204,8 +204,8 @@ def two_pass_loss(logits: Tensor, labels: Tensor, *, weight: float) -> Tensor:
     return loss
 
 
-def _correlation(statistic: Callable[..., Any], labels: Array, found: Array) -> float:
-    return statistic(labels, found).statistic if len(labels) > 1 else math.nan
+def _correlation(statistic: Callable[..., Any], labels: Array, predicted: Array) -> float:
+    return statistic(labels, predicted).statistic if len(labels) > 1 else math.nan
 
 
 _MEASURES: dict[Measure, Callable[[Array, Array], float]] = {
@@ -231,11 +231,11 @@ def task_metrics(task: GlueTask, logits: Array, labels: Array) -> dict[str, floa
     Returns:
         By name; nan for a correlation of fewer than two rows, or of one value only.
     """
-    found = predictions(task, logits)
+    predicted = predictions(task, logits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constant predictions: the number says it
         metrics: dict[str, float] = {
-            name: float(_MEASURES[name](labels, found)) for name in task.measures
+            name: float(_MEASURES[name](labels, predicted)) for name in task.measures
         }
     if len(metrics) > 1:
         metrics["combined_score"] = float(np.mean(list(metrics.values())))

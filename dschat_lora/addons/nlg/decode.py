@@ -150,8 +150,8 @@ def search_all(
             [i, len(t), *t, *[-1] * (width - len(t))] for i, t in zip(own, texts, strict=True)
         ]
         lines = torch.cat([lines, torch.tensor(padded, device=device())])
-    found = {i: ids[:length] for i, length, *ids in gather_over_ranks(lines).tolist()}
-    return [found[i] for i in range(len(meanings))]
+    texts_of = {i: ids[:length] for i, length, *ids in gather_over_ranks(lines).tolist()}
+    return [texts_of[i] for i in range(len(meanings))]
 
 
 def encode_prompts(

@@ -35,9 +35,9 @@ def test_meanings_without_texts_and_with_categories(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "m", "category": "Food"}, {"prompt": "n"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_meanings([str(path)])
-    assert found == [Meaning("m", [], "Food"), Meaning("n")]
-    lines = [json.loads(line) for line in prediction_lines(found, ["x", "y"], [[7], [8, 9]])]
+    meanings = read_meanings([str(path)])
+    assert meanings == [Meaning("m", [], "Food"), Meaning("n")]
+    lines = [json.loads(line) for line in prediction_lines(meanings, ["x", "y"], [[7], [8, 9]])]
     assert lines == [
         *(
             {"meaning": "m", "prediction": "x", "references": [], "category": "Food"}

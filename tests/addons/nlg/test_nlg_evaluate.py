@@ -21,11 +21,11 @@ def written(tmp_path, lines):
 
 def test_the_filter_leaves_seen_or_unseen_categories(tmp_path):
     path = written(tmp_path, LINES)
-    found = {
+    texts = {
         name: [each.text for each in read_predictions(path, name)]
         for name in ("all", "seen", "unseen")
     }
-    assert found == {"all": ["A b .", "d"], "seen": ["A b ."], "unseen": ["d"]}
+    assert texts == {"all": ["A b .", "d"], "seen": ["A b ."], "unseen": ["d"]}
 
 
 def test_profiles_prepare_texts_and_limit_references():

@@ -650,5 +650,5 @@ def test_a_report_shows_whatever_stands_in_place_of_a_value(tmp_path):
         (tmp_path / "run.json").write_text(texts["run"])
         (tmp_path / "metrics.jsonl").write_text(texts["lines"])
         (tmp_path / "rollouts.jsonl.gz").write_bytes(gzip.compress(texts["rolled"].encode(), 1))
-        found = Elements(render_report("t", read_runs([tmp_path]), {})).found
-        assert found <= allowed, (what, path, odd)
+        elements = Elements(render_report("t", read_runs([tmp_path]), {})).found
+        assert elements <= allowed, (what, path, odd)

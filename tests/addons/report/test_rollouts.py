@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dschat_lora.__main__ import main
-from dschat_lora.addons.report.rollouts import read_rollouts, show_rollouts
+from dschat_lora.addons.report.rollouts import RolloutQuery, read_rollouts, show_rollouts
 from dschat_lora.report.rollout_file import FILE, as_member
 from helpers.attacks import ESCAPES, has_control, seen
 from helpers.kept_rollouts import kept, row
@@ -97,7 +97,7 @@ def test_episodes_of_agents_are_shown_with_all_sequences_and_why_they_failed(loo
 def test_control_characters_of_responses_do_not_reach_the_terminal(capsys, tmp_path, in_json):
     hostile = row(1, ESCAPES, ESCAPES) | {"rewards": {ESCAPES: 1}}
     (tmp_path / FILE).write_bytes(gzip.compress(json.dumps(hostile).encode() + b"\n"))
-    show_rollouts(tmp_path, json=in_json, best=1, contains=None, prompt=None)
+    show_rollouts(tmp_path, RolloutQuery(best=1), json=in_json)
     words = seen(capsys)
     assert "[2J" in words
     assert not has_control(words)

@@ -154,38 +154,38 @@ def test_an_interrupt_saves_a_checkpoint_and_the_next_cell_works(kernel, tmp_pat
                 is_interrupted = True
                 manager.interrupt_kernel()
 
-    found = run_cell(
+    messages = run_cell(
         client,
         "import dschat_lora as dl\n"
         'run = dl.sft(lora_dim=4, max_steps=2000, output_dir="output/long", eval_ratio=0,\n'
         "    per_device_train_batch_size=4)",
         on_message=interrupt,
     )
-    (error,) = [content for kind, content in found if kind == "error"]
+    (error,) = [content for kind, content in messages if kind == "error"]
     assert error["ename"] == "Interrupted"
     assert error["traceback"] == [
         "Interrupted: a checkpoint is saved; go on by the same call with "
         'resume="latest", output_dir="output/long"'
     ]
-    assert not [content for kind, content in found if kind == "stream"]
-    shown = [c["data"]["text/plain"] for kind, c in found if kind == "update_display_data"]
+    assert not [content for kind, content in messages if kind == "stream"]
+    shown = [c["data"]["text/plain"] for kind, c in messages if kind == "update_display_data"]
     assert re.match(r"Supervised fine-tuning: stopped, step \d+ of 2,000", shown[-1])
 
-    found = run_cell(
+    messages = run_cell(
         client,
         'run = dl.sft(output_dir="output/long", resume="latest",\n'
         '    callbacks=[lambda event, step, metrics: "stop" if event == "train" else None])\n'
         "print(run.status, len(run.generate('Hi', max_new_tokens=2)) == 1)",
     )
-    assert not [content for kind, content in found if kind == "error"]
-    (text,) = [content["text"] for kind, content in found if kind == "stream"]
+    assert not [content for kind, content in messages if kind == "error"]
+    (text,) = [content["text"] for kind, content in messages if kind == "stream"]
     assert text == "stopped True\n"
 
 
 @pytest.mark.stage
 def test_a_wrong_option_shows_its_message_and_no_view(kernel):
     _, client = kernel
-    found = run_cell(client, "import dschat_lora as dl\ndl.sft(lora_dmi=8)")
-    (error,) = [content for kind, content in found if kind == "error"]
+    messages = run_cell(client, "import dschat_lora as dl\ndl.sft(lora_dmi=8)")
+    (error,) = [content for kind, content in messages if kind == "error"]
     assert "lora_dim" in error["evalue"]
-    assert not [content for kind, content in found if kind == "display_data"]
+    assert not [content for kind, content in messages if kind == "display_data"]
