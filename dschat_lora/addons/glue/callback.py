@@ -64,7 +64,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self.evaluations: dict[int, dict[str, float]] = {}
 
     def on_train_begin(
-        self, settings: object, state: TrainerState, control: object, **more: Any
+        self, settings: object, state: TrainerState, control: object, **more: object
     ) -> None:
         """Take over what a resumed run has measured, and count seconds of a step from here."""
         if self._run.config.checkpoint:
@@ -90,7 +90,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             self.metrics = self.evaluations[self.step]
 
     def on_step_end(
-        self, settings: object, state: TrainerState, control: TrainerControl, **more: Any
+        self, settings: object, state: TrainerState, control: TrainerControl, **more: object
     ) -> None:
         """Move the progress bar, and have the state saved where the run is told to stop.
 
@@ -107,7 +107,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             self._ask(control)
 
     def on_epoch_end(
-        self, settings: object, state: object, control: TrainerControl, **more: Any
+        self, settings: object, state: object, control: TrainerControl, **more: object
     ) -> None:
         """Have the state saved where the last step asked for it, or the run is told to stop."""
         control.should_save = control.should_save or self._is_owed
@@ -118,7 +118,9 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         if max_over_ranks(float(self._run.interrupts.received)) > 0:
             control.should_save = self._is_stopping = True
 
-    def on_save(self, settings: object, state: TrainerState, control: object, **more: Any) -> None:
+    def on_save(
+        self, settings: object, state: TrainerState, control: object, **more: object
+    ) -> None:
         """Complete what the Trainer wrote, and end a run that was told to stop; on every rank.
 
         Raises:
@@ -137,7 +139,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         state: TrainerState,
         control: object,
         logs: dict[str, Any],
-        **more: Any,
+        **more: object,
     ) -> None:
         """One line for a training step or an evaluation; the Trainer's summary is passed over."""
         step = state.global_step

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dschat_lora.addons.glue.config import GlueConfig, GlueTask
 from dschat_lora.data.readers import RawRow, RowError, iter_file
@@ -218,7 +218,7 @@ def parse_row(raw: RawRow, task: GlueTask, *, labelled: bool) -> Example:
     return Example(own_texts, _label(raw.location, label_name, values[label_name], task))
 
 
-def _label(location: str, name: str, value: Any, task: GlueTask) -> float:
+def _label(location: str, name: str, value: object, task: GlueTask) -> float:
     text = str(value).strip()
     if task.is_regression:
         try:

@@ -16,6 +16,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, Trainer
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dschat_lora.addons.glue.callback import MetricsCallback
 from dschat_lora.addons.glue.config import GlueConfig, GlueTask, Measure
@@ -93,18 +94,21 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, object]:
         """The loss of a batch, in training of both its passes where there are two."""
         if model.training and self.doubled is not None:
             inputs = self.doubled(inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss: Tensor | tuple[Tensor, object] = super().compute_loss(
+            model, inputs, return_outputs, num_items_in_batch
+        )
+        return loss
 
-    def _run_epoch(self, *arguments: Any, **named: Any) -> None:
+    def _run_epoch(self, *arguments: object, **named: object) -> None:
         """Train an epoch, but not where ``--max_steps`` ended a resumed run within it."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*arguments, **named)
 
-    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+    def _save_checkpoint(self, *arguments: object, **named: object) -> None:
         """Write a checkpoint.
 
         Raises:
@@ -116,7 +120,7 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
             if parameter.requires_grad:
                 step = self.state.global_step
                 check_finite(parameter, f"checkpoint-{step} was not written: {name}")
-        with writing(Path(self.args.output_dir)):
+        with writing(self.directory):
             super()._save_checkpoint(*arguments, **named)
 
     def _load_best_model(self) -> None:
@@ -126,7 +130,7 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
     def evaluate(
         self,
-        eval_dataset: Any = None,
+        eval_dataset: Rows | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
@@ -139,7 +143,7 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
 def mean_loss(
     task: GlueTask,
-    outputs: Any,
+    outputs: SequenceClassifierOutput,
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     *,

@@ -94,7 +94,7 @@ def chrf_plus_plus(hypotheses: Texts, references: References) -> Score:
     return _by_sacrebleu(CHRF(word_order=2), hypotheses, references)
 
 
-def _by_sacrebleu(metric: Any, hypotheses: Texts, references: References) -> Score:
+def _by_sacrebleu(metric: BLEU | CHRF, hypotheses: Texts, references: References) -> Score:
     value = metric.corpus_score(list(hypotheses), streams(references)).score
     return Score(float(value), str(metric.get_signature()))
 

@@ -210,10 +210,9 @@ def _with_inputs(
                 inputs[option_name] = str(home / fitting[-1])
         given = {k: v for k, v in values.items() if v is not None}
         try:
-            config: Any = build_config(STAGES[name].config, given | inputs)
+            completed[name] = typed_options(build_config(STAGES[name].config, given | inputs))
         except ValueError as error:
             raise ValueError(f"{file}: stage {name}: {error}") from error
-        completed[name] = typed_options(config)
     return completed
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.report.curves import thin
 from dschat_lora.addons.report.markup import number, safe
@@ -17,6 +17,9 @@ from dschat_lora.addons.report.run_data import read_run
 from dschat_lora.addons.report.verdict import changes_of, doubts, title_of, what_was_trained
 from dschat_lora.report.terminal import shown_by
 from dschat_lora.report.texts import duration, short
+
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
 
 # A curve shows the first of these that a line has.
 TRAIN_METRICS = ("reward", "accuracy", "loss")
@@ -60,7 +63,9 @@ class NotebookView:
 
     def __init__(self, stage: str) -> None:
         self._title = title_of(stage)
-        self._display: Any = None  # made by the first line: wrong options show nothing
+        self._display: DisplayHandle | None = (
+            None  # made by the first line: wrong options show nothing
+        )
         self._shown_at = -math.inf
         self._start = time.monotonic()
         self._status = "begins"

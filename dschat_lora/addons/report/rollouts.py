@@ -42,16 +42,13 @@ def _is_rollout(row: object) -> bool:
     """Whether a row has what every response has; a number may be null, or "nan" and the like."""
     if not isinstance(row, dict):
         return False
-    rewards, sequences, media = (
-        row.get(name, default)
-        for name, default in (("rewards", None), ("earlier_sequences", []), ("media", []))
-    )
-    lists = all(
-        isinstance(value, list) and all(isinstance(each, dict) for each in value)
-        for value in (sequences, media)
-    )
-    if not lists or not isinstance(rewards, dict) or type(row.get("iteration")) is not int:
+    sequences, media = row.get("earlier_sequences", []), row.get("media", [])
+    rewards = row.get("rewards")
+    if not isinstance(rewards, dict) or type(row.get("iteration")) is not int:
         return False
+    for rows in (sequences, media):
+        if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
+            return False
     texts = [each.get(name) for each in (row, *sequences) for name in ("prompt", "response")]
     texts += [row.get("failure", ""), *(m.get(n, "") for m in media for n in ("digest", "path"))]
     numbers = [row.get(name) for name in ("reward", "advantage", "kl", "length")]
