@@ -54,7 +54,7 @@ def decoding_forwards(model: nn.Module, stacks: Stacks) -> dict[nn.Module, Calla
     if parameter is None or not runs_kernels(parameter.device) or keeps_plain(model):
         return {}
     makers = _MAKERS.setdefault(type(model), {})
-    found: dict[nn.Module, Callable[..., Any]] = {}
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
     for layer in model.modules():
         kind = _kind(layer)
         if kind is None or "forward" in vars(layer):
@@ -67,8 +67,8 @@ def decoding_forwards(model: nn.Module, stacks: Stacks) -> dict[nn.Module, Calla
             tried = (partial(kind, windows=windows) for windows in (False, True))
             makers[key] = next((make for make in tried if _agrees(layer, make)), None)
         if (make := makers[key]) is not None:
-            found[layer] = make(layer, stacks)
-    return found
+            forwards[layer] = make(layer, stacks)
+    return forwards
 
 
 def _kind(layer: nn.Module) -> "type[DecodeLayer] | None":
@@ -248,12 +248,12 @@ def _agrees(layer: nn.Module, make: Callable[..., Any]) -> bool:
             small: Any = type(layer)(config, attention.layer_idx).eval()
         for parameter in small.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
-        expected, found = _two_steps(small, small), _two_steps(small, make(small, {}))
+        expected, made = _two_steps(small, small), _two_steps(small, make(small, {}))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False  # made or called in another way
-    pairs = zip(expected[0], found[0], strict=True)
+    pairs = zip(expected[0], made[0], strict=True)
     near = all(bool((y - x).norm() <= _AGREES * x.norm()) for x, y in pairs)
-    return near and expected[1] == found[1]
+    return near and expected[1] == made[1]
 
 
 def _two_steps(layer: Any, forward: Callable[..., Any]) -> tuple[list[Tensor], list[object]]:
@@ -261,7 +261,7 @@ def _two_steps(layer: Any, forward: Callable[..., Any]) -> tuple[list[Tensor], l
     generator, told = torch.Generator().manual_seed(1), list[object]()
     hidden = torch.randn(2, 3, 1, layer.self_attn.config.hidden_size, generator=generator)
     angles = torch.randn(2, 3, 1, layer.self_attn.head_dim, generator=generator)
-    column, found = torch.zeros(1, dtype=torch.int64), []
+    column, outputs = torch.zeros(1, dtype=torch.int64), []
     cache = KVCache((3, 2), column)
 
     def attend(
@@ -279,6 +279,6 @@ def _two_steps(layer: Any, forward: Callable[..., Any]) -> tuple[list[Tensor], l
         if {*layer._modules} == _LLAMA:
             options["position_embeddings"] = tuple(angles)
         output = forward(hidden[step], **options)
-        found.append(output[0] if isinstance(output, tuple) else output)
+        outputs.append(output[0] if isinstance(output, tuple) else output)
         column += 1
-    return found, told
+    return outputs, told

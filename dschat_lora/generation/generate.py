@@ -53,9 +53,9 @@ def decode(
     responses = decoder(prompts, sampling, seeds=seeds, keep_going=keep_going)
     if any(responses.undrawn()):
         raise ValueError(undrawn_reason(()))
-    found = responses.tokens()
-    copies = max(1, len(found) // max(1, len(prompts)))
-    return [found[i : i + copies] for i in range(0, len(found), copies)]
+    texts = responses.tokens()
+    copies = max(1, len(texts) // max(1, len(prompts)))
+    return [texts[i : i + copies] for i in range(0, len(texts), copies)]
 
 
 class Decoder:
@@ -402,7 +402,7 @@ def _cache_error(model: PreTrainedModel) -> tuple[float, str]:
         raise
     except failures as e:
         return float("inf"), f"{type(e).__name__}: {e}"
-    found, expected = torch.stack(forced.logits, 1), []
+    cached, expected = torch.stack(forced.logits, 1), []
     for number, answer in enumerate(answers):
         prompt = prompts[number // _COPIES]
         ids = torch.tensor([prompt + answer[:-1]], device=model.device)
@@ -411,7 +411,7 @@ def _cache_error(model: PreTrainedModel) -> tuple[float, str]:
     whole = torch.stack(expected)
     if not torch.isfinite(whole).all():
         return 0.0, ""  # which is no fault of the cache, and told by who draws
-    error = (found - whole).norm() / whole.norm().clamp(min=1e-12)
+    error = (cached - whole).norm() / whole.norm().clamp(min=1e-12)
     relative = float(error.nan_to_num(torch.inf))
     name = type(model).__name__
     return relative, f"with them, {name} computes other logits (relative error {relative:.1g})"

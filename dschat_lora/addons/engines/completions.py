@@ -138,10 +138,10 @@ class CompletionServer:
         Raises:
             ServerError: if it is not.
         """
-        found = self.ask_once("/v1/models", seconds=CONNECT_SECONDS)
+        listed = self.ask_once("/v1/models", seconds=CONNECT_SECONDS)
         try:
-            limits = [each.get("max_model_len") for each in found["data"]]
-            self.is_sglang = any(each.get("owned_by") == "sglang" for each in found["data"])
+            limits = [each.get("max_model_len") for each in listed["data"]]
+            self.is_sglang = any(each.get("owned_by") == "sglang" for each in listed["data"])
         except (AttributeError, KeyError, TypeError) as error:
             raise ServerError("/v1/models is no list of models") from error
         return min((n for n in limits if isinstance(n, int)), default=None)
@@ -258,9 +258,9 @@ def from_sglang(reply: Any, body: Body) -> dict[str, Any]:
         ServerError: if it is none.
     """
     try:
-        found = reply["meta_info"]
-        drawn = [(float(logprob), token) for logprob, token, *_ in found["output_token_logprobs"]]
-        finish = found["finish_reason"]["type"]
+        meta = reply["meta_info"]
+        drawn = [(float(logprob), token) for logprob, token, *_ in meta["output_token_logprobs"]]
+        finish = meta["finish_reason"]["type"]
     except (KeyError, TypeError, ValueError) as error:
         said = repr(reply)[:200]
         raise ServerError(
@@ -442,10 +442,10 @@ class CompletionPool:
         wait = self._begin(bodies, self.servers, group_size=group_size, needed=needed)
 
         def answers() -> list[ServerAnswer | None]:
-            found = wait()
-            if sum(answer is not None for answer in found) < needed * group_size:
+            drawn = wait()
+            if sum(answer is not None for answer in drawn) < needed * group_size:
                 raise self._none_left()
-            return found
+            return drawn
 
         return answers
 

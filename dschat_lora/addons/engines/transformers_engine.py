@@ -80,7 +80,7 @@ class TransformersEngine:
                 hook = self._model.register_forward_pre_hook(_with_length, with_kwargs=True)
                 stack.enter_context(hook)
             torch.manual_seed(stream_seed("transformers", *(row.seed for row in asked)))
-            found = self._model.generate_batch(
+            results = self._model.generate_batch(
                 [row.prompt for row in asked],
                 generation_config=options,
                 continuous_batching_config=self._config_class(
@@ -92,7 +92,7 @@ class TransformersEngine:
                 progress_bar=False,
                 warmup=False,
             )
-        answers = list(found.values())  # in the order of the prompts
+        answers = list(results.values())  # in the order of the prompts
         whole = [each for each in answers if each.error is None and each.generated_tokens]
         if len(whole) < len(asked):
             why = next((each.error for each in answers if each.error), "it gave no token")

@@ -58,14 +58,14 @@ def start_vllm(
             "--rollout_engine vllm starts servers on one machine, and this run is on several: "
             "start them yourself, and give their addresses"
         )
-    home, found = run.directory, {"address": "", "failure": ""}
+    home, outcome = run.directory, {"address": "", "failure": ""}
     assert home is not None, "a dry run starts nothing"
     dtype = str(DTYPES[resolve_dtype(config.load.dtype)]).removeprefix("torch.")
     timeout, on_gpu = config.addons.engines.rollout_timeout, device().type == "cuda"
     if on_gpu or local_rank() == 0:
         port, sleeping = usable_port(None), sleeps(config)
-        found["address"] = f"http://127.0.0.1:{port}"
-        server = CompletionServer(found["address"], timeout, log=_log(home, rank()))
+        outcome["address"] = f"http://127.0.0.1:{port}"
+        server = CompletionServer(outcome["address"], timeout, log=_log(home, rank()))
         command = serve_command(config, sources.actor.base, dtype=dtype, port=port, sleeps=sleeping)
         gpu = visible_gpu(local_rank()) if on_gpu else None
         try:
@@ -75,14 +75,14 @@ def start_vllm(
             if sleeping:
                 server.ask_once("/sleep?level=1", {}, LOAD_SECONDS)
         except (OSError, ServerError, EngineError) as error:
-            found["failure"] = f"--rollout_engine vllm: {error}"
-    all_found = [json.loads(text) for text in gather_texts(json.dumps(found))]
-    for each in all_found:
+            outcome["failure"] = f"--rollout_engine vllm: {error}"
+    outcomes = [json.loads(text) for text in gather_texts(json.dumps(outcome))]
+    for each in outcomes:
         if each["failure"]:
             raise OSError(each["failure"])
     servers = tuple(
         CompletionServer(each["address"], timeout, log=_log(home, number))
-        for number, each in enumerate(all_found)
+        for number, each in enumerate(outcomes)
         if each["address"]
     )
     run.log.say(f"  rollouts     vLLM answers at {', '.join(each.address for each in servers)}")

@@ -54,10 +54,10 @@ def own(tmp_path_factory):
 
 def drawn(home):
     """Responses by iteration, and by what they were drawn."""
-    found = {}
+    rows = {}
     for row in rollouts(Path(home)):
-        found.setdefault(row["iteration"], []).append((row["response"], row["policy_version"]))
-    return found
+        rows.setdefault(row["iteration"], []).append((row["response"], row["policy_version"]))
+    return rows
 
 
 def check_beside_own(run, own):
@@ -223,9 +223,9 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
         dl.rlhf(data=ROWS, rewards=brevity, output_dir=home, resume="latest", quiet=True)
     lags = [line["rollout_version_lag"] for line in of_kind(whole, "train")]
     assert lags == [0, 1, 1, 1]
-    found = drawn(whole.path)
-    assert [{version for _, version in found[n]} for n in sorted(found)] == [{0}, {0}, {1}, {2}]
-    assert drawn(home) == found
+    rows = drawn(whole.path)
+    assert [{version for _, version in rows[n]} for n in sorted(rows)] == [{0}, {0}, {1}, {2}]
+    assert drawn(home) == rows
     # What an adapter that learnt nothing draws with the same seeds, by our own decoder.
     still = {**SMALL, "rollouts_ahead": 0, "actor_lora_learning_rate": 1e-12}
     untrained = dl.rlhf(
@@ -234,7 +234,7 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
     texts = {}
     for row in rollouts(Path(untrained.path)):
         texts.setdefault(row["iteration"], []).append(row["response"])
-    same = [[text for text, _ in found[n]] == texts[n] for n in (1, 2, 3)]
+    same = [[text for text, _ in rows[n]] == texts[n] for n in (1, 2, 3)]
     assert same == [True, True, False]
     # Weights mend what the older adapter bends.
     line = of_kind(whole, "train")[-1]

@@ -34,9 +34,9 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
-    found = {name: write_run(directory / name, seed=seed) for seed, name in enumerate(["a", "b"])}
+    written = {name: write_run(directory / name, seed=seed) for seed, name in enumerate(["a", "b"])}
     write_run(directory / "reward", seed=5, reward=True)
-    return found
+    return written
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +51,24 @@ def service(runs):
         max_new_tokens=24,
         temperature=0.0,
     )
-    found = make_service(config, first / "votes.jsonl")
-    models = {**found.models, "endless": endless(found.models["base"])}
+    made = make_service(config, first / "votes.jsonl")
+    models = {**made.models, "endless": endless(made.models["base"])}
     batches = {model.batch for model in models.values()}
     return replace(
-        found, models=models, decoder=AnswerDecoder(batches, max_batch_size=32, max_queue=99)
+        made, models=models, decoder=AnswerDecoder(batches, max_batch_size=32, max_queue=99)
     )
 
 
 @pytest.fixture(scope="module")
 def address(service):
-    with running_server(service) as found:
-        yield found
+    with running_server(service) as url:
+        yield url
 
 
 @pytest.fixture
 def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 def asked(question):

@@ -49,18 +49,18 @@ def service(tmp_path_factory):
     config = ServeConfig(
         models=(str(run),), reward=str(write_run(directory / "r", seed=5, reward=True))
     )
-    found = server.make_service(config, directory / "votes.jsonl")
-    models = {**found.models, "endless": endless(found.models["base"])}
+    made = server.make_service(config, directory / "votes.jsonl")
+    models = {**made.models, "endless": endless(made.models["base"])}
     batches = {model.batch for model in models.values()}
     return replace(
-        found, models=models, decoder=AnswerDecoder(batches, max_batch_size=8, max_queue=99)
+        made, models=models, decoder=AnswerDecoder(batches, max_batch_size=8, max_queue=99)
     )
 
 
 @pytest.fixture(scope="module")
 def served(service):
-    with running_server(service) as found:
-        yield found
+    with running_server(service) as url:
+        yield url
 
 
 def on_endless(service, rows=4, queue=9):
@@ -748,12 +748,12 @@ def test_an_answer_that_cannot_be_drawn_ends_alone(served, service, monkeypatch)
         both = [
             pool.submit(send, served, "POST", TEXT, json.dumps(single).encode()) for _ in range(2)
         ]
-        found = sorted((each.result() for each in both), key=lambda pair: pair[0])
+        replies = sorted((each.result() for each in both), key=lambda pair: pair[0])
     monkeypatch.undo()
     if spoilt.is_set():
-        assert [status for status, _ in found] == [200, 500]
-        assert "no token can be drawn" in found[1][1]["error"]["message"]
-    assert found[0][1]["choices"] == expected["choices"]
+        assert [status for status, _ in replies] == [200, 500]
+        assert "no token can be drawn" in replies[1][1]["error"]["message"]
+    assert replies[0][1]["choices"] == expected["choices"]
     still_answers(served)
 
 

@@ -246,14 +246,14 @@ def chat_request(
 def _turn(fields: Fields, messages: Sequence[Message]) -> dict[str, bool]:
     """Whose turn it is after the messages, where the request says so, in vLLM's fields."""
     given = {name: fields.take(name, bool, "true or false") for name in TURN_FIELDS}
-    found = {name: value for name, value in given.items() if value is not None}
-    if not found.get(field := "continue_final_message"):
-        return found
-    if found.get("add_generation_prompt"):
+    asked = {name: value for name, value in given.items() if value is not None}
+    if not asked.get(field := "continue_final_message"):
+        return asked
+    if asked.get("add_generation_prompt"):
         raise invalid(f"{field} is for add_generation_prompt: false", field)
     if not ends_in_words(messages):
         raise invalid(f"{field} is for a last message of the assistant's, with text", field)
-    return found
+    return asked
 
 
 def text_request(

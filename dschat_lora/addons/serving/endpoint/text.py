@@ -80,8 +80,8 @@ def chat_ids(
     mark = secrets.token_hex(8)  # that nobody knows
     typed: list[str] = []
 
-    def hide(found: re.Match[str]) -> str:
-        typed.append(found[0])
+    def hide(split: re.Match[str]) -> str:
+        typed.append(split[0])
         return f"{mark}{len(typed) - 1};"
 
     # Arguments that are JSON text may spell one by escapes.
@@ -90,8 +90,8 @@ def chat_ids(
     chat = _with_columns(chat, columns, pattern, hide)
     for message in hidden:
         content = message.get("content")
-        if isinstance(content, list) and (found := pattern.search(content_text(content))):
-            raise ValueError(f"{found[0]!r} is spelt over several parts of a content")
+        if isinstance(content, list) and (split := pattern.search(content_text(content))):
+            raise ValueError(f"{split[0]!r} is spelt over several parts of a content")
     if len(typed) > most:
         raise ValueError(f"they hold {len(typed)} special tokens, more than the model has room for")
     goes_on = continues(messages, columns)
@@ -154,8 +154,8 @@ def _with_columns(
     if not columns:
         return chat
     variables = json.dumps(columns.get("chat_template_kwargs"), ensure_ascii=False)
-    if found := pattern.search(variables):
-        raise ValueError(f"chat_template_kwargs must not hold the special token {found[0]!r}")
+    if typed := pattern.search(variables):
+        raise ValueError(f"chat_template_kwargs must not hold the special token {typed[0]!r}")
     chat = chat.with_columns(columns)
     if not columns.get("tools"):
         return chat
@@ -244,6 +244,6 @@ class TextStream:
         if self._strip:
             self._waiting = self._waiting.lstrip()
             self._strip = not self._waiting
-        found = [at for stop in self._stop if (at := self._waiting.find(stop)) >= 0]
-        if found:
-            self._waiting, self.stopped = self._waiting[: min(found)], True
+        ends = [at for stop in self._stop if (at := self._waiting.find(stop)) >= 0]
+        if ends:
+            self._waiting, self.stopped = self._waiting[: min(ends)], True

@@ -217,8 +217,8 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
         return text.encode()
     # A part of a character.
     name = tokenizer.convert_ids_to_tokens(token)
-    if found := _BYTE.fullmatch(name):
-        return bytes([int(found[1], 16)])
+    if spelt := _BYTE.fullmatch(name):
+        return bytes([int(spelt[1], 16)])
     alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of GPT-2's BPE
     if all(letter in alphabet for letter in name):
         return bytes(alphabet[letter] for letter in name)
