@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
+from dschat_lora.addons.engines.completion_pool import CompletionPool
+from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.addons.engines.facts import server_addresses
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank

@@ -38,8 +38,8 @@ class TransformersEngine:
     def __init__(self, site: EngineSite) -> None:
         self._model, self._site = site.rollout.eval(), site  # with adapters unmerged
         # Not in every transformers that will do otherwise.
-        self._config_class: Any = getattr(transformers.generation, "ContinuousBatchingConfig", None)
-        if not hasattr(self._config_class, "return_logprobs"):
+        config_class = getattr(transformers.generation, "ContinuousBatchingConfig", None)
+        if not hasattr(config_class, "return_logprobs"):
             raise ValueError(
                 "--rollout_engine transformers needs continuous batching with log-probabilities, "
                 f"which transformers {transformers.__version__} lacks; 5.23 has it"
@@ -83,7 +83,7 @@ class TransformersEngine:
             results = self._model.generate_batch(
                 [row.prompt for row in asked],
                 generation_config=options,
-                continuous_batching_config=self._config_class(
+                continuous_batching_config=transformers.generation.ContinuousBatchingConfig(
                     num_blocks=rows * -(-longest // _BLOCK),  # for so many responses at a time
                     # Longer prompts are read in parts: the mask has so many rows.
                     max_batch_tokens=max(min(longest, _PART), rows),

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.addons.engines.checks import vllm_rank
-from dschat_lora.addons.engines.completions import (
-    LOAD_SECONDS,
-    CompletionServer,
-    ServerError,
-)
+from dschat_lora.addons.engines.completion_pool import LOAD_SECONDS
+from dschat_lora.addons.engines.completions import CompletionServer, ServerError
 from dschat_lora.addons.engines.server_engine import server_engine
 from dschat_lora.config.staging import check_place, open_in_place
 from dschat_lora.engine.build import DTYPES, resolve_dtype

@@ -132,9 +132,8 @@ def find_models(words: Sequence[str], *, with_base: bool) -> list[NamedSource]:
     for word, source in others:
         name = model_name(word)
         numbered = (f"{name}-{number}" for number in range(2, len(others) + 3))
-        sources[name if name not in sources else next(n for n in numbered if n not in sources)] = (
-            source
-        )
+        free = next(each for each in (name, *numbered) if each not in sources)
+        sources[free] = source
     return [NamedSource(name, source) for name, source in sources.items()]
 
 

@@ -12,7 +12,8 @@ from dschat_lora.rl.draw.transformers_engine import transformers_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
 from addons.engines.fake_vllm import command_of
-from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
+from dschat_lora.addons.engines.completion_pool import CompletionPool
+from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.samples import PromptSample

@@ -10,15 +10,10 @@ from unittest import mock
 
 import pytest
 
-from dschat_lora.addons.engines import completions
-from dschat_lora.addons.engines.completions import (
-    CompletionPool,
-    CompletionServer,
-    EngineError,
-    ServerAnswer,
-    ServerError,
-    _Work,
-)
+from dschat_lora.addons.engines import completion_pool, completions
+from dschat_lora.addons.engines.completion_pool import CompletionPool, _Work
+from dschat_lora.addons.engines.completions import CompletionServer, ServerAnswer, ServerError
+from dschat_lora.rl.options.engines import EngineError
 
 END, LIMIT = 2, 4
 
@@ -159,7 +154,7 @@ def servers(*fakes, timeout=5.0, patience=0.3):
             ends=frozenset([END]),
             vocabulary_size=64,
         )
-        stack.enter_context(mock.patch.object(completions, "PATIENCE", patience))
+        stack.enter_context(mock.patch.object(completion_pool, "PATIENCE", patience))
         pool.load({"adapter": "/somewhere"})
         yield pool, said
 
@@ -264,6 +259,7 @@ FAULTS = {
     "no numbers": (with_reply(logprobs=NAN), "each with a log-probability"),
     "no end": (with_reply(token_ids=[5, 6]), "ended a response for 'stop' after 2 tokens, at 6"),
     "cut": (with_reply(finish_reason="length"), "for 'length' after 2 tokens, at 2"),
+    "denies": (replying({"error": "who?"}, 401), "refuses the key of ROLLOUT_API_KEY, 401"),
 }
 
 
@@ -271,9 +267,9 @@ FAULTS = {
 def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
     fault, words = FAULTS[name]
     timeout = 0.2 if name in ("hangs", "trickles") else 5.0
-
+    patience = 60.0 if name == "denies" else 0.0  # which is lost at once
     good, bad = Fake(slow(0.05)), Fake(fault)
-    with servers(good, bad, timeout=timeout, patience=0.0) as (pool, said):
+    with servers(good, bad, timeout=timeout, patience=patience) as (pool, said):
         check(pool.begin(BODIES)())
         assert bad.asked > 0
         lines = [line for line in said if line.startswith(f"{bad.address} is lost: ")]
@@ -306,7 +302,7 @@ def test_what_passes_loses_no_server(name):
 
 
 def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
-    read, calls = completions.read_answer, iter([MemoryError(), KeyError("x")])
+    read, calls = completion_pool.read_answer, iter([MemoryError(), KeyError("x")])
 
     def fail_twice(*args):
         for error in calls:
@@ -314,7 +310,7 @@ def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
         return read(*args)
 
     with servers(Fake()) as (pool, said):
-        with mock.patch.object(completions, "read_answer", fail_twice):
+        with mock.patch.object(completion_pool, "read_answer", fail_twice):
             check(pool.begin(BODIES)())
         assert said == []
 
@@ -358,17 +354,6 @@ def test_the_reason_of_a_refusal_is_that_of_the_first(monkeypatch):
     monkeypatch.setattr(_Work, "end", lambda work: first.set())
     with servers(Fake(refuse)) as (pool, _), pytest.raises(EngineError, match="400: .*too long"):
         pool.begin(BODIES)()
-
-
-def test_a_server_that_does_not_take_the_key_any_more_is_lost_at_once():
-    def strict(handler, body, number):
-        return number > 3 and replying({"error": "who are you?"}, 401)(handler, body, number)
-
-    with servers(Fake(), strange := Fake(strict)) as (pool, said):
-        check(pool.begin(BODIES)())
-        assert pool.lost.keys() == {strange.address}
-        assert "refuses the key of ROLLOUT_API_KEY, 401" in said[0]
-        assert strange.asked < 10
 
 
 def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
@@ -457,18 +442,13 @@ def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
         assert body == expected
         fake.loaded.clear()  # started again
         check(pool.begin(BODIES)())
+        other = replace(  # of a rank that loads no adapters
+            pool, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
+        )
+        other.adopt(pool.adapters, {})
+        check(other.begin(BODIES)())
         pool.load({"next": "/elsewhere"})
         assert fake.loaded == ["next"]
-        assert said == []
-
-
-def test_ranks_that_load_no_adapters_know_sglang_too():
-    with servers(fake := FakeSGLang(), patience=0.0) as (first, said):
-        other = replace(
-            first, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
-        )
-        other.adopt(first.adapters, {})
-        check(other.begin(BODIES)())
         assert said == []
 
 
@@ -514,19 +494,16 @@ def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next(stat
         assert good.loaded == bad.loaded == []
 
 
-def test_a_server_that_takes_no_adapters_is_refused_with_what_to_do():
-    words = "--allow_runtime_lora_updating .*--enable-lora"
-    with pytest.raises(EngineError, match=words), servers(Fake(adapters=False)):
-        pass
-
-
-def test_a_server_that_takes_no_adapters_is_lost_where_others_do():
+def test_a_server_that_takes_no_adapters_is_lost_and_alone_refused_with_what_to_do():
     with servers(Fake(), bad := Fake(adapters=False)) as (pool, said):
         assert pool.lost.keys() == {bad.address}
         assert len(said) == 1
         assert "--enable-lora" in said[0]
         check(pool.begin(BODIES)())
         assert bad.asked == 0
+    words = "--allow_runtime_lora_updating .*--enable-lora"
+    with pytest.raises(EngineError, match=words), servers(Fake(adapters=False)):
+        pass
 
 
 def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_back():
@@ -560,8 +537,9 @@ def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_b
 
 
 def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
+    monkeypatch.setattr(completions, "CONNECT_SECONDS", 0.3)
     for name in ("LOAD_SECONDS", "UNLOAD_SECONDS", "CONNECT_SECONDS"):
-        monkeypatch.setattr(completions, name, 0.3)
+        monkeypatch.setattr(completion_pool, name, 0.3)
     with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (pool, said):
         silent.server.shutdown()  # it listens, and answers no new connection
         start = time.monotonic()

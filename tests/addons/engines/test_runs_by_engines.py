@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 import dschat_lora as dl
 from addons.engines.fake_vllm import command_of
-from dschat_lora.addons.engines import completions
+from dschat_lora.addons.engines import completion_pool
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.rl.loop import setup
@@ -138,7 +138,7 @@ def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
 def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
     own, tmp_path, monkeypatch, ahead
 ):
-    monkeypatch.setattr(completions, "PATIENCE", 0.0)
+    monkeypatch.setattr(completion_pool, "PATIENCE", 0.0)
     home, shared = tmp_path / "run", tmp_path / "shared"
     with ExitStack() as servers:
         address = servers.enter_context(server())

@@ -11,7 +11,8 @@ import pytest
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_command, serve_environment
 
 from addons.engines import fake_vllm
-from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
+from dschat_lora.addons.engines.completion_pool import CompletionPool
+from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.rl.draw import vllm_server
