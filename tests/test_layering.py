@@ -69,7 +69,7 @@ FLOORS = [
             "safetensors torch transformers",
             "adapter_config history manifest quantization",
         ),
-        "perf": Room("lora", "torch", "cards"),
+        "perf": Room("kernels lora", "torch", "cards"),
     },
     {
         "models": Room(

@@ -13,7 +13,7 @@ def iterate(fake_device, directory, *options, memory):
     data, out = directory / "prompts.jsonl", directory / "out"
     rows = [{"prompt": f"{n} " + "word " * 80} for n in range(36)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = fake_device.run(
+    noted = fake_device.run(
         "fakecuda.programs:stage",
         script="training/step3_rlhf/main.py",
         memory=memory * MIB,
@@ -23,7 +23,7 @@ def iterate(fake_device, directory, *options, memory):
             *("--data_path", str(data), "--output_dir", str(out), *options),
         ],
     )
-    return found, out
+    return noted, out
 
 
 def record_of(out):

@@ -257,7 +257,7 @@ def decode(
         model.get_output_embeddings().register_forward_hook(
             lambda head, inputs, logits: kinds.update([str(logits.dtype).removeprefix("torch.")])
         )
-        found, decoder = [], None
+        drawn, decoder = [], None
         for _ in range(calls):
             watch.start()
             if anew or decoder is None:
@@ -267,8 +267,8 @@ def decode(
             left = [*watch.underway.elements(), *(["stream"] if watch.stream.captures else [])]
             warned, holds = [str(each.message) for each in told], sum(watch.pools.values())
             more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}
-            found.append(noted(watch) | more)
-        return found
+            drawn.append(noted(watch) | more)
+        return drawn
 
 
 def decode_by_memory(shape, *, card, generations=8, prompt=256, answer=1024, tokens=2):

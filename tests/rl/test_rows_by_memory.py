@@ -180,10 +180,10 @@ def test_where_rows_do_not_fit_half_of_them_decode_and_the_texts_are_the_same(mo
 
 @pytest.mark.parametrize(("config", "asked"), [(by_memory(64), [64, 32]), (options(), [16])])
 def test_a_rollout_is_tried_once_more_and_a_number_never(monkeypatch, config, asked):
-    found = full_above(monkeypatch, 8)
+    tried = full_above(monkeypatch, 8)
     with pytest.raises(FullWhileDecodingError):
         responses(engine_of(config))
-    assert found == asked
+    assert tried == asked
 
 
 @pytest.mark.usefixtures("one_rank")
