@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from dschat_lora import __version__
 from dschat_lora.config.addons import installed, load, verb_path, verbs
-from dschat_lora.config.options import chosen_verb, fail
+from dschat_lora.config.options import chosen_verb
 from dschat_lora.config.verb_names import GROUPS, VERBS
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.stage_main import (
@@ -31,11 +31,11 @@ def _run(verb: str, argv: list[str]) -> None:
     elif argv == ["--version"]:
         log_once(f"dschat-lora {__version__}")
     elif not argv:
-        fail("no verb is given, such as sft or demo; dschat-lora --help lists them")
+        raise ValueError("no verb is given, such as sft or demo; dschat-lora --help lists them")
     else:
         close = get_close_matches(argv[0], [*VERBS, *verbs()], 1)
         meant = f"did you mean {close[0]}?" if close else "dschat-lora --help lists them"
-        fail(f"{argv[0]} is no verb; {meant}")
+        raise ValueError(f"{argv[0]} is no verb; {meant}")
 
 
 def path_of(verb: str) -> str:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed
 from helpers.addons import of_the_whole
@@ -274,56 +276,15 @@ FLOORS = [
 ROOMS = {"": Room("config old_names", light="__init__")} | {
     name: room for floor in FLOORS for name, room in floor.items()
 }
-# Known to these rooms alone, whatever else changes in the table.
-OWNERS = {
-    "argparse": {"config"},
-    "bitsandbytes": {"lora"},
-    "datasets": {"data", "addons.glue", "addons.streaming"},
-    "deepspeed": {"engine"},
-    "transformers": {
-        *("addons.bases", "addons.distill", "addons.engines", "addons.glue", "addons.images"),
-        *("addons.loralib", "addons.nlg", "checkpoint", "data", "generation", "models"),
-        *("addons.serving", "runtime"),
-    },
-}
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
-SPEAKERS = {"report.log", "report.terminal", "config.options", "supervised.inference"}
-# These load the heavy parts of a verb when it runs.
-VERBS = {
-    *("commands.stages", "commands.train", "commands.verbs", "api.options", "api.stages"),
-    *("api.verbs", "addons.audit.config", "addons.audit.python", "addons.audit.verbs"),
-    *("addons.demo.demo", "addons.evaluation.options", "addons.report.verbs"),
-    *("addons.evaluation.python", "addons.evaluation.verbs", "addons.glue.verbs"),
-    *("addons.engines.options", "addons.images.media", "addons.nlg.verbs"),
-    *(
-        "addons.parts.options",
-        "addons.pipeline.verbs",
-        "addons.planning.python",
-        "addons.planning.verbs",
-    ),
-    *(
-        "addons.agents.options",
-        "addons.environments.options",
-        "addons.diagnostics.options",
-        "addons.bases.forms",
-        "addons.distill.algorithm",
-        "addons.distill.config",
-        "addons.distill.options",
-        "addons.distill.python",
-        "addons.distill.stage",
-        "addons.distill.verbs",
-        "addons.loralib.verbs",
-        "addons.publish.verbs",
-        "addons.serving.verbs",
-        "addons.streaming.options",
-        "addons.tinker.verbs",
-    ),
-}
+SPEAKERS = {"report.log", "report.terminal", "runtime.stage_main", "supervised.inference"}
 # Other packages' chatter is turned off where they are imported, and old names are found.
-QUIETENERS = {"deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"}
-FINDERS = {"sys.meta_path.append"}
+ACTIONS = {
+    *("deepspeed_logger.setLevel", "warnings.filterwarnings", "disable_progress_bar"),
+    "sys.meta_path.append",
+}
 
 
 def name_of(path):
@@ -363,22 +324,22 @@ def module_exists(name):
 @cache
 def imports(path):
     """``(line, full dotted name)`` of each import, at the top or inside a function."""
-    found = []
+    named = []
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            named += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
+            named += [(node.lineno, m if module_exists(m) else node.module) for m in modules]
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "id", "") == "late"
             and isinstance(node.args[0], ast.Constant)
         ):
             # late("room.module:function") imports when it is called
-            found += [(node.lineno, f"dschat_lora.{node.args[0].value.partition(':')[0]}")]
-    return sorted(set(found))
+            named += [(node.lineno, f"dschat_lora.{node.args[0].value.partition(':')[0]}")]
+    return sorted(set(named))
 
 
 def own_imports(path):
@@ -399,13 +360,6 @@ def foreign_imports(path):
 
 def listed(offenders):
     return "".join(f"\n{each}" for each in offenders)
-
-
-def offences(paths, of_path):
-    """``path:line: what`` of each ``(line, what)`` that ``of_path`` gives."""
-    return [
-        f"{path.relative_to(ROOT)}:{line}: {what}" for path in paths for line, what in of_path(path)
-    ]
 
 
 def test_each_module_has_a_room_of_the_table():
@@ -430,50 +384,96 @@ def test_the_table_lets_a_room_import_lower_floors_only():
     assert not offenders, listed(offenders)
 
 
-def test_modules_import_only_the_rooms_that_theirs_may():
-    def beyond(path):
-        room = room_of(name_of(path))
-        allowed = {"", room, *ROOMS[room].rooms.split()}
-        for line, name in own_imports(path):
-            if room_of(name) not in allowed:
-                yield line, f"{room} may not import {name}"
-
-    offenders = offences(MODULES, beyond)
-    assert not offenders, listed(offenders)
+def other_rooms(path):
+    """Modules import only the rooms that theirs may."""
+    room = room_of(name_of(path))
+    allowed = {"", room, *ROOMS[room].rooms.split()}
+    for line, name in own_imports(path):
+        if room_of(name) not in allowed:
+            yield line, f"{room} may not import {name}"
 
 
-def test_modules_import_only_the_libraries_that_their_room_may():
-    def beyond(path):
-        room = room_of(name_of(path))
-        # _typeshed is there for type checkers alone.
-        allowed = {*sys.stdlib_module_names, "_typeshed", *ROOMS[room].libraries.split()}
-        for line, library in foreign_imports(path):
-            if library not in allowed:
-                yield line, f"{room} may not import {library}"
-
-    offenders = offences(MODULES, beyond)
-    assert not offenders, listed(offenders)
+def other_libraries(path):
+    """Modules import only the libraries that their room may."""
+    room = room_of(name_of(path))
+    # _typeshed is there for type checkers alone.
+    allowed = {*sys.stdlib_module_names, "_typeshed", *ROOMS[room].libraries.split()}
+    for line, library in foreign_imports(path):
+        if library not in allowed:
+            yield line, f"{room} may not import {library}"
 
 
-def test_each_big_library_is_known_to_its_rooms_alone():
-    def beyond(path):
-        for line, library in foreign_imports(path):
-            if room_of(name_of(path)) not in OWNERS.get(library, ROOMS):
-                yield line, f"{library} belongs to {sorted(OWNERS[library])}"
-
-    offenders = offences(MODULES, beyond)
-    assert not offenders, listed(offenders)
+def foreign_to_scripts(path):
+    """Stage scripts import the package alone and no other stage."""
+    for line, library in foreign_imports(path):
+        if library not in sys.stdlib_module_names:
+            yield line, library
 
 
-def test_light_modules_import_light_modules_alone():
-    def beyond(path):
-        if name_of(path) in LIGHT - VERBS:
-            for line, name in own_imports(path):
-                if name not in LIGHT:
-                    yield line, f"{name_of(path)} is light, {name} is not"
+def heavy_in_scripts(path):
+    """Stage scripts check their options before anything heavy."""
+    for line, module in own_imports(path):
+        if module not in LIGHT:
+            yield line, f"{module} is not light"
 
-    offenders = offences(MODULES, beyond)
-    assert not offenders, listed(offenders)
+
+def speech(path):
+    """Reports alone speak."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.Name) and node.id == "print":
+            yield node.lineno, "prints"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr"):
+            yield node.lineno, "uses a standard stream"
+
+
+def namespaces(path):
+    """No namespace of arguments travels."""
+    nodes = nodes_of(path)
+    varargs = [node.vararg for node in nodes if isinstance(node, ast.arguments)]
+    for node in nodes:
+        is_namespace = isinstance(node, ast.arg) and node.arg in ("args", "arguments")
+        if is_namespace and node not in varargs:
+            yield node.lineno, f"takes {node.arg}; take the values used"
+        if isinstance(node, ast.Attribute) and node.attr == "Namespace":
+            yield node.lineno, "names argparse.Namespace"
+
+
+def acts(path):
+    """No module acts when it is imported."""
+    quiet = (
+        *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef),
+        *(ast.AsyncFunctionDef, ast.If),
+    )
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        value = node.value if isinstance(node, ast.Expr) else None
+        called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+        if not (isinstance(value, ast.Constant) or isinstance(node, quiet) or called in ACTIONS):
+            yield node.lineno, "does something at import"
+
+
+SILENT = [path for path in MODULES if name_of(path) not in SPEAKERS]
+
+
+@pytest.mark.parametrize(
+    ("offences", "paths"),
+    [
+        (other_rooms, MODULES),
+        (other_libraries, MODULES),
+        (foreign_to_scripts, SCRIPTS),
+        (heavy_in_scripts, SCRIPTS),
+        (speech, [*SILENT, *SCRIPTS]),
+        (namespaces, [*MODULES, *SCRIPTS]),
+        (acts, MODULES),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_no_module_breaks_the_rule(offences, paths):
+    broken = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in paths
+        for line, what in offences(path)
+    ]
+    assert not broken, f"{offences.__doc__}{listed(broken)}"
 
 
 def test_light_modules_load_nothing_heavy():
@@ -500,98 +500,6 @@ def test_light_modules_load_nothing_heavy():
     assert ended.stdout == f"imported {len(names)}\n"
 
 
-def test_stage_scripts_import_the_package_alone_and_no_other_stage():
-    def beyond(path):
-        for line, library in foreign_imports(path):
-            if library not in sys.stdlib_module_names:
-                yield line, library
-
-    offenders = offences(SCRIPTS, beyond)
-    assert not offenders, listed(offenders)
-
-
-def test_stage_scripts_check_their_options_before_anything_heavy():
-    def beyond(path):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom):
-                root, _, module = node.module.partition(".")
-                if root == "dschat_lora" and module not in LIGHT:
-                    yield node.lineno, f"{module} is not light"
-
-    offenders = offences(SCRIPTS, beyond)
-    assert not offenders, listed(offenders)
-
-
-def test_reports_alone_speak():
-    def spoken(path):
-        for node in nodes_of(path):
-            if isinstance(node, ast.Name) and node.id == "print":
-                yield node.lineno, "prints"
-            if is_stream(node):
-                yield node.lineno, "uses a standard stream"
-
-    silent = [path for path in MODULES if name_of(path) not in SPEAKERS]
-    offenders = offences([*silent, *SCRIPTS], spoken)
-    assert not offenders, listed(offenders)
-
-
-def is_stream(node):
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and (node.value.id, node.attr) in {("sys", "stdout"), ("sys", "stderr")}
-    )
-
-
-def test_options_write_one_line_in_fail_alone():
-    tree = ast.parse((PACKAGE / "config" / "options.py").read_text(encoding="utf-8"))
-    (fail,) = [node for node in tree.body if getattr(node, "name", "") == "fail"]
-    streams = {
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr")
-    }
-    assert streams <= set(range(fail.lineno, fail.end_lineno + 1))
-
-
-def test_no_namespace_of_arguments_travels():
-    def namespaces(path):
-        nodes = nodes_of(path)
-        varargs = [node.vararg for node in nodes if isinstance(node, ast.arguments)]
-        for node in nodes:
-            is_namespace = isinstance(node, ast.arg) and node.arg in ("args", "arguments")
-            if is_namespace and node not in varargs:
-                yield node.lineno, f"takes {node.arg}; take the values used"
-            if isinstance(node, ast.Attribute) and node.attr == "Namespace":
-                yield node.lineno, "names argparse.Namespace"
-
-    offenders = offences([*MODULES, *SCRIPTS], namespaces)
-    assert not offenders, listed(offenders)
-
-
-def test_no_module_acts_when_imported():
-    quiet = (
-        *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef),
-        *(ast.AsyncFunctionDef, ast.If),
-    )
-
-    def acts(path):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if not (
-                is_docstring or isinstance(node, quiet) or called(node) in QUIETENERS | FINDERS
-            ):
-                yield node.lineno, "does something at import"
-
-    offenders = offences(MODULES, acts)
-    assert not offenders, listed(offenders)
-
-
-def called(node):
-    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return ast.unparse(node.value.func) if is_call else ""
-
-
 @of_the_whole
 def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
     # Of these the first is the registry, and old names are read where there are add-ons.
@@ -607,8 +515,7 @@ def test_one_module_names_the_add_ons_and_no_other_of_the_trunk_does():
                 yield line, name
 
     trunk = [path for path in MODULES if not belongs(name_of(path), "addons")]
-    offenders = offences([path for path in trunk if name_of(path) not in may], named)
-    assert not offenders, listed(offenders)
+    assert not [(path, *said) for path in trunk if name_of(path) not in may for said in named(path)]
     needs = {
         f"addons.{each.name}": [f"addons.{n}" for n in each.needs] for each in installed().values()
     }

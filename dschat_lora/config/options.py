@@ -15,9 +15,8 @@ import types
 import typing
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
@@ -389,42 +388,6 @@ def chosen_verb(argv: Sequence[str], verbs: Sequence[str]) -> tuple[str, list[st
     if argv[start : start + 1] and argv[start] in verbs:
         return argv[start], [*argv[:start], *argv[start + 1 :]]
     return verbs[0], list(argv)
-
-
-_tell_others: Callable[[str, int], bool] | None = None
-
-
-def pass_failures_to(tell: Callable[[str, int], bool] | None) -> None:
-    """Have :func:`fail` call ``tell(words, code)`` first: whether another process says it."""
-    global _tell_others
-    _tell_others = tell
-
-
-# What a terminal may take for a command, but for tabs, ends of lines and the colours that are
-# used here; and half a character, which no terminal shows.
-_CONTROL = re.compile(r"\x1b(?!\[(?:1;32|0)m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\ud800-\udfff]")
-_MOST_WORDS = 4000  # characters of a message
-
-
-def harmless(text: str) -> str:
-    """``text`` with control characters written out, in a way that JSON reads too."""
-    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def fail(message: str, *, code: int = 2) -> NoReturn:
-    """End the process, and all others of the run, with one line on stderr from one of them."""
-    words = harmless(" ".join(message.split()))
-    if len(words) > _MOST_WORDS:  # a name without end may stand first, or last
-        words = f"{words[: _MOST_WORDS // 2]} ... {words[-_MOST_WORDS // 2 :]}"
-    if _tell_others is None:
-        is_said = os.environ.get("RANK", "0") != "0"
-    else:
-        is_said = _tell_others(words, code)
-    if not is_said:
-        with suppress(OSError):  # the exit code says it where nobody can be told
-            sys.stderr.write(f"error: {words}\n")
-            sys.stderr.flush()
-    raise SystemExit(code)
 
 
 def value_text(value: object) -> str:

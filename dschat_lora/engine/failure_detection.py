@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.config.options import pass_failures_to
 from dschat_lora.engine.rendezvous import Connection, Member, rendezvous, this_member
 
 # Silence of a peer after which it counts as lost, before the first step is over.
@@ -314,23 +313,23 @@ class FailureDetector:
 
 
 _detector: FailureDetector | None = None
+_meets = False  # whether others are met: until then each process says why it ends
 
 
 def join() -> None:
     """Meet the other processes of the launch, unless that has been done; call on every rank.
 
-    From here on :func:`dschat_lora.config.options.fail` of any process ends all.
+    From here on :func:`dschat_lora.runtime.stage_main.fail` of any process ends all.
 
     Raises:
         ValueError: if they cannot meet, or their software differs.
     """
-    global _detector
+    global _detector, _meets
     if _detector is not None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
-    pass_failures_to(lambda words, code: False)  # each rank says why it is alone
+    _meets = True
     connections, members = rendezvous()
     _detector = FailureDetector(connections, members, this_member().rank)
-    pass_failures_to(_detector.fail)
     atexit.register(_at_exit)
     check_same_software(members, _detector.rank)
 
@@ -384,10 +383,11 @@ def on_loss(recovery_message: Callable[[str | None], str]) -> None:
         _detector.recovery_message = recovery_message
 
 
-def fail(words: str | None, code: int) -> None:
+def fail(words: str | None, code: int) -> bool:
     """Tell the other processes that this one ends, and end them; :meth:`FailureDetector.fail`."""
     if _detector is not None:
-        _detector.fail(words, code)
+        return _detector.fail(words, code)
+    return not _meets and os.environ.get("RANK", "0") != "0"
 
 
 def wait_for_lost_peer(error: BaseException) -> None:
@@ -398,11 +398,10 @@ def wait_for_lost_peer(error: BaseException) -> None:
 
 def leave() -> None:
     """Part from the other processes in order; call on every rank."""
-    global _detector
+    global _detector, _meets
     if _detector is not None:
         _detector.leave()
-        _detector = None
-        pass_failures_to(None)
+        _detector, _meets = None, False
 
 
 def _at_exit() -> None:

@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from dschat_lora.config.files import named, naming
-from dschat_lora.config.options import harmless
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import RemainingTime, current_viewer, is_quiet, silence, wrapped
+from dschat_lora.report.terminal import (
+    RemainingTime,
+    current_viewer,
+    harmless,
+    is_quiet,
+    silence,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -4,6 +4,7 @@ import codecs
 import io
 import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dschat_lora.config.files import naming
-from dschat_lora.config.options import harmless
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -136,6 +136,16 @@ def log_once(text: str) -> None:
 def prints_on_stderr() -> AbstractContextManager[object]:
     """A block within which what is printed goes to the standard error."""
     return redirect_stdout(sys.stderr)
+
+
+# What a terminal may take for a command, but for tabs, ends of lines and the colours that are
+# used here; and half a character, which no terminal shows.
+_CONTROL = re.compile(r"\x1b(?!\[(?:1;32|0)m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def harmless(text: str) -> str:
+    """``text`` with control characters written out, in a way that JSON reads too."""
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def write_text(text: str) -> None:

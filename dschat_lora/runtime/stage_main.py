@@ -5,20 +5,21 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from dschat_lora.config.options import fail, parse_config
+from dschat_lora.config.options import parse_config
 from dschat_lora.engine import failure_detection
 from dschat_lora.engine.rendezvous import check_launch_variables
 from dschat_lora.report.terminal import (
     NO_HOME,
     STDOUT,
     error_message,
+    harmless,
     prepare_standard_streams,
     silence,
     words_of_limit,
@@ -91,6 +92,21 @@ def prepare_process() -> None:
         check_launch_variables()
     except ValueError as error:
         fail(str(error))
+
+
+_MOST_WORDS = 4000  # characters of a message
+
+
+def fail(message: str, *, code: int = 2) -> NoReturn:
+    """End the process, and all others of the run, with one line on stderr from one of them."""
+    words = harmless(" ".join(message.split()))
+    if len(words) > _MOST_WORDS:  # a name without end may stand first, or last
+        words = f"{words[: _MOST_WORDS // 2]} ... {words[-_MOST_WORDS // 2 :]}"
+    if not failure_detection.fail(words, code):
+        with suppress(OSError):  # the exit code says it where nobody can be told
+            sys.stderr.write(f"error: {words}\n")
+            sys.stderr.flush()
+    raise SystemExit(code)
 
 
 def hush_libraries() -> None:

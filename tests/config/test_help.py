@@ -13,7 +13,6 @@ from dschat_lora.config.options import (
     option_fields,
     option_names,
     options_in_python,
-    parse_config,
 )
 from dschat_lora.config.other_names import other_names
 from dschat_lora.config.parser import COMPATIBILITY, EVERYDAY, OTHER, SECTIONS, unknown_option
@@ -283,49 +282,6 @@ def test_further_names_and_hints_of_options_belong_to_options(command_class):
     assert {*re.findall(r"--(\w+)", " ".join(hints))} <= set(names)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--bf16", "unknown option --bf16; --dtype bf16 does"),
-        ("--fp16 true", "unknown option --fp16; --dtype sets the type"),
-        ("--load_in_4bit", "unknown option --load_in_4bit; --base_bits 4 holds"),
-        (
-            "--load-in-8bit",
-            "unknown option --load-in-8bit; no base is held in 8 bits, and files of",
-        ),
-        ("--warmup_ratio 0.1", "--num_warmup_steps N counts optimizer steps"),
-        ("--warmup_ratio=0.1", "unknown option --warmup_ratio; --num_warmup_steps N"),
-        ("--num_train_epochs 0.5", "got '0.5'; --max_steps N ends a run within an epoch"),
-        (
-            "--attn_implementation flash_attention_2",
-            "sdpa, flex_attention, eager, got 'flash_attention_2'; sdpa runs PyTorch's flash",
-        ),
-        ("--lora_r 8", "unknown option --lora_r; --lora_dim N is the rank"),
-        ("--lora_rank 8", "unknown option --lora_rank; --lora_dim N is the rank"),
-        ("--per_device_train_batch", "; did you mean --per_device_train_batch_size?"),
-        ("--learning_rte 1", "; did you mean --learning_rate?"),
-        ("--sede 1", "; did you mean --seed?"),
-        ("--banana", "unknown option --banana; see --help"),
-        ("--house", "unknown option --house; see --help"),
-        (
-            "--per_device_batch 1",
-            "did you mean --per_device_train_batch_size or --per_device_eval_",
-        ),
-        ("--lr 1", "--learning_rate X is the rate of what trains"),
-        ("--checkpoint a", "unknown option --checkpoint; see --help"),
-        ("--lora 8", "unknown option --lora; see --help"),
-        ("--gradient_acumulation_stepz 2", "did you mean --gradient_accumulation_steps?"),
-        ("--lr_probe 60", "option --lr_probe is gone since version 0.3.0; leave it out"),
-        ("--bos_token a", "unknown option --bos_token; see --help"),
-        ("data.train_files=a.jsonl", "options start with --; --data_path takes files"),
-        ("a.jsonl", "unexpected argument 'a.jsonl'; options start with --"),
-    ],
-)
-def test_options_of_other_trainers_are_told_what_does_the_same(line, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        parse_config(SupervisedConfig, line.split())
-
-
 def test_hints_in_python_are_those_of_the_command_line():
     for given, said in (
         ("lora_r", "--lora_dim N is the rank"),
@@ -333,49 +289,3 @@ def test_hints_in_python_are_those_of_the_command_line():
     ):
         with pytest.raises(TypeError, match=f"unknown option --{given}; {said}"):
             options_in_python(SupervisedConfig, {given: 8})
-
-
-def test_hint_names_no_option_that_the_command_lacks():
-    with pytest.raises(ValueError, match="unknown option --lora_r; --actor_lora_dim N is the rank"):
-        parse_config(RlhfConfig, ["--lora_r", "8"])
-    with pytest.raises(ValueError, match="--max_length; --max_prompt_seq_len N bounds the prompt"):
-        parse_config(RlhfConfig, ["--max_length", "8"])
-    with pytest.raises(ValueError, match="did you mean --num_train_epochs or --ppo_epochs"):
-        parse_config(RlhfConfig, ["--epochs", "3"])
-    with pytest.raises(ValueError, match="did you mean --actor_lora_dim or --critic_lora_dim"):
-        parse_config(RlhfConfig, ["--lora_dim", "8"])
-    with pytest.raises(ValueError, match="--actor_lr; --actor_learning_rate X is"):
-        parse_config(RlhfConfig, ["--actor_lr", "1e-4"])
-    with pytest.raises(ValueError, match="--epsilon; see --help"):
-        parse_config(SupervisedConfig, ["--epsilon", "0.2"])
-
-
-def test_hint_ends_the_message_about_a_file_too(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("num_train_epochs: 0.5\n")
-    with pytest.raises(ValueError, match=r"run.yaml: num_train_epochs must be .*; --max_steps N"):
-        parse_config(SupervisedConfig, ["--config", str(path)])
-    path.write_text("bf16: true\n")
-    with pytest.raises(ValueError, match=r"run.yaml: unknown option --bf16; --dtype bf16"):
-        parse_config(SupervisedConfig, ["--config", str(path)])
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("actor_rollout_ref:\n  rollout: {n: 8}", "--num_generations N is the number of responses"),
-        ("trl: {beta: 0.04}", "unknown option --trl.beta; --kl_coef X weighs"),
-        ("trl: {num_generations: 8}", "did you mean --num_generations"),
-        ("datasets:\n- path: a.jsonl", "unknown option --datasets; --data_path takes"),
-        ("actor.num_nodes: 1", "unknown option --actor.num_nodes; --num_gpus N is"),
-        ("chat_template_kwrgs: {enable_thinking: false}", "did you mean --chat_template_kwargs?"),
-        ("max_completion_length: 8", "--max_answer_seq_len N is"),
-        ("deepspeed: ds.json", "got 'ds.json'; --deepspeed_config FILE takes a JSON file"),
-        ("resume_from_checkpoint: true", "got True; latest goes on from the newest"),
-    ],
-)
-def test_names_of_other_trainers_in_a_file_of_options_are_answered_too(text, words, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(text + "\n")
-    with pytest.raises(ValueError, match=re.escape(words)):
-        parse_config(RlhfConfig, ["--config", str(path)])

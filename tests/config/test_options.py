@@ -10,7 +10,6 @@ import pytest
 from dschat_lora.config.addons import installed
 from dschat_lora.config.options import (
     command_line,
-    fail,
     flatten,
     given_options,
     group,
@@ -18,7 +17,7 @@ from dschat_lora.config.options import (
     parse_config,
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.runtime.stage_main import run_main
+from dschat_lora.runtime.stage_main import fail, run_main
 from dschat_lora.runtime.validation import check_supervised
 from helpers.addons import of_the_whole, with_addon
 from helpers.step1 import parsed
@@ -431,11 +430,6 @@ def test_of_an_option_given_twice_the_last_counts_and_a_file_of_options_is_given
     with pytest.raises(ValueError, match="--config is given twice"):
         parse("--config a.yaml --config b.yaml")
     assert parse("--size 1 --size 2").part.size == 2, "of a single value the last one counts"
-
-
-def test_missing_yaml_file_is_named():
-    with pytest.raises(ValueError, match="--config none.yaml cannot be read"):
-        parse("--config none.yaml")
 
 
 # ---------------------------------------------------------------------------- ending

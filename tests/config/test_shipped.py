@@ -16,8 +16,8 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.engine.ds_config import read_deepspeed_json
-from helpers.addons import has_verb, of_the_whole
-from helpers.step1 import ROOT, write_adapter_config, write_jsonl
+from helpers.addons import of_the_whole
+from helpers.step1 import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -164,72 +164,3 @@ def test_help_names_every_verb_and_each_has_its_own(verb):
         assert examples
         assert all(line.startswith(f"  dschat-lora {name} ") for line in examples)
         assert name == "score" or "--json" in out  # which prints nothing else
-
-
-# line -> what the one line must say
-WRONG = [
-    ("", ["no verb"]),
-    ("stf", ["stf", "did you mean sft?"]),
-    ("--lora_dim 8", ["--lora_dim is no verb"]),
-    ("recipes --jsn", ["--jsn", "did you mean --json?"]),
-    ("demo --seed x", ["--seed", "'x'"]),
-    ("accept", ["adapter"]),
-    ("accept nowhere", ["nowhere"]),
-    ("sft --lora_dm 8", ["--lora_dm", "did you mean --lora_dim?"]),
-    ("sft --num_gpus 0", ["--num_gpus", "0", ">= 1"]),
-    ("sft --num_gpus two", ["--num_gpus", "'two'", "whole number"]),
-    ("sft --num_gpus 2 --lora_dm 8", ["--lora_dm", "did you mean --lora_dim?"]),
-    ("sft --num_gpus 2 --data_path none.jsonl", ["--data_path", "none.jsonl"]),
-    ("sft --config optt", ["--config optt", "dschat-lora recipes"]),
-    ("sft --config bundeld", ["--config bundeld", "did you mean bundled?"]),
-    ("sft --deepspeed_config zero9", ["--deepspeed_config zero9", "did you mean zero"]),
-    ("merge", ["--model_name_or_path is required"]),
-    ("merge nowhere/at", ["nowhere/at"]),
-    ("merge adapter --dtyp fp16", ["--dtyp", "did you mean --dtype?"]),
-    ("merge adapter --dtype int8", ["--dtype", "'int8'", "bf16"]),
-    ("merge adapter --merge_max_kl -1", ["--merge_max_kl", "-1", ">= 0"]),
-    ("merge adapter extra", ["'extra'"]),
-    ("generate adapter", ["--prompts", "--data_path"]),
-    ("generate adapter a --temperature 0", ["--temperature", "0", ">= 1e-06"]),
-    ("generate adapter a --top_p 2", ["--top_p", "2", "(0, 1]"]),
-    ("generate adapter a --num_return_sequences 3", ["--num_return_sequences 3", "--do_sample"]),
-    ("generate adapter --data_path none.jsonl", ["--data_path", "none.jsonl"]),
-    ("generate reward a", ["reward", "SEQ_CLS", "CAUSAL_LM"]),
-    ("eval adapter", ["--data_path"]),
-    ("eval adapter prompt.jsonl", ["prompt.jsonl:1", "'completion'"]),
-    ("eval adapter good.jsonl --reward_model adapter", ["--reward_model", "CAUSAL_LM"]),
-    ("eval adapter good.jsonl --max_seq_len 9999", ["--max_seq_len", "9999", "512"]),
-    ("generate adapter a --output_path good.jsonl/x", ["--output_path", "good.jsonl"]),
-    ("score adapter good.jsonl", ["adapter", "SEQ_CLS"]),
-    ("inspect", ["--path is required"]),
-    ("inspect nowhere", ["nowhere", "does not exist"]),
-    ("inspect folder", ["folder", "neither a run", "notes.txt"]),
-    ("push adapter", ["--repo is required"]),
-    ("push folder me/x", ["folder", "adapter_config.json"]),
-    ("push state me/x", ["state", "checkpoint", "dschat-lora merge"]),
-    ("export adapter --format onnx", ["--format", "'onnx'", "gguf"]),
-    ("export adapter --llama_cpp folder", ["--llama_cpp folder", "convert_lora_to_gguf.py"]),
-    ("export folder", ["folder", "config.json"]),
-    ("report folder", ["folder", "run.json"]),
-]
-
-
-@pytest.mark.parametrize(("line", "parts"), WRONG, ids=[line or "nothing" for line, _ in WRONG])
-def test_wrong_call_of_a_verb_is_one_line_with_code_2(verb, tmp_path, line, parts):
-    name = line.partition(" ")[0]
-    if name in verbs() and not has_verb(name):
-        pytest.skip("the add-on is not there")
-    write_jsonl(tmp_path / "good.jsonl", [{"prompt": "a", "completion": " b"}])
-    write_jsonl(tmp_path / "prompt.jsonl", [{"prompt": "a"}])
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("a")
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "state.json").write_text("{}")
-    write_adapter_config(tmp_path / "adapter")
-    write_adapter_config(tmp_path / "reward", task_type="SEQ_CLS")
-    code, out, err = verb(*line.split())
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, err
-    missing = [part for part in parts if part not in err]
-    assert not missing, err

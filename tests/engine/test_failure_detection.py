@@ -19,7 +19,7 @@ from helpers.spread import ALL
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys, time
-from dschat_lora.config.options import fail
+from dschat_lora.runtime.stage_main import fail
 from dschat_lora.engine import failure_detection, rendezvous
 rank, what = int(os.environ["RANK"]), sys.argv[1:]
 if "late" in what and rank == 1: sys.exit(0)

@@ -380,14 +380,17 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", world_size=1, memory=None, trial=""):
-    """A stage script, whose files are read and written for real; ``trial`` is the allocator's."""
+def stage(script, options, card="h200", world_size=1, memory=None, trial="", ends=True):
+    """A stage script, whose files are read and written for real; ``trial`` is the allocator's.
+
+    Responses end with their first token, or where they do not end with their last.
+    """
     with (
         fake_cuda(card, world_size=world_size, memory=memory) as watch,
         mock.patch.object(gpu, "TRIAL", trial),
         contextlib.ExitStack() as stack,
     ):
-        watch.number = 0.0
+        watch.number, watch.truth = 0.0, ends
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]
         error = None

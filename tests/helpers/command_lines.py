@@ -280,16 +280,16 @@ def run_line(line):
     return outcome_of(["dschat-lora", *line.argv], program.main)
 
 
-def outcome_of(argv, main):
-    """The outcome of ``main`` where ``sys.argv`` is ``argv``, short of what is imported late."""
+def outcome_of(argv, main, *, whole=False):
+    """The outcome of ``main`` by ``argv``: ``whole``, or short of what is imported late."""
     outcome, before = Outcome(), _files()
     with _in_one_minute():
-        _run(argv, main, outcome)
+        _run(argv, main, outcome, whole)
     outcome.written = _files() - before
     return outcome
 
 
-def _run(argv, main, outcome):
+def _run(argv, main, outcome, whole):
     # As the streams of a terminal: lone surrogates can be written to the second alone.
     out, err = (
         io.TextIOWrapper(io.BytesIO(), "utf-8", errors, write_through=True)
@@ -304,7 +304,7 @@ def _run(argv, main, outcome):
 
     def load(late):
         module, _, _ = late.path.partition(":")
-        return real(late) if module in CHECKING else reach
+        return real(late) if whole or module in CHECKING else reach
 
     def listen(where, **_):
         where[0].encode("idna")

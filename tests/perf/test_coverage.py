@@ -55,7 +55,8 @@ WORDS = [
     ),
     (
         lambda: adapt_experts(build("qwen3_moe"), names=("down_proj",)),
-        f"experts.down_proj of 1 layer; frozen: {QKVO}, {MLP}, experts.gate_up_proj, router, {REST}",
+        f"experts.down_proj of 1 layer; frozen: {QKVO}, {MLP}, experts.gate_up_proj, router, "
+        f"{REST}",
     ),
     (
         lambda: adapt(build("gpt_oss"), experts=2),

@@ -1253,7 +1253,7 @@ def test_processes_that_prepare_data_render_the_same_within_the_same_bounds(monk
 
 
 def test_control_characters_of_a_message_do_not_reach_the_terminal(capsys):
-    from dschat_lora.config.options import fail
+    from dschat_lora.runtime.stage_main import fail
 
     with pytest.raises(SystemExit):
         fail(f"a file named {ESCAPES}")

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from dschat_lora import __main__ as program
 from dschat_lora.config.addons import installed
-from helpers.command_lines import COMMANDS, MODEL, Command, Line, faults_of, make_home, run_line
+from helpers.command_lines import COMMANDS, Command, Line, faults_of, make_home, run_line
 from helpers.drawing import drawing
 from helpers.drawn_lines import lines
 
@@ -53,83 +53,10 @@ def refusal(*argv, files=()):
 # What was drawn and was a traceback, an unnamed value or a lost one.
 
 
-def test_a_path_of_nobodys_home_is_refused(home):
-    for argv in (("sft", "--data_path", "~nobody_at_all/x"), ("chat", "~nobody_at_all/x")):
-        assert refusal(*argv).startswith("a path begins with ~")
-
-
-@pytest.mark.parametrize(
-    ("argv", "option"),
-    [
-        (("generate", MODEL, "Hello."), "--output_path"),
-        (
-            ("nlg", "decode", "--model_name_or_path", MODEL, "--data_path", "e2e.txt"),
-            "--output_path",
-        ),
-        (("audit", "pairs.jsonl"), "--html"),
-        (("report", "run"), "--output_path"),
-        (
-            ("nlg", "format", "--predictions", "p.jsonl", "--output_ref_file", "r"),
-            "--output_pred_file",
-        ),
-        (
-            ("nlg", "format", "--predictions", "p.jsonl", "--output_pred_file", "r"),
-            "--output_ref_file",
-        ),
-    ],
-)
-def test_a_directory_in_place_of_a_file_is_refused_before_anything_is_made_of_it(
-    home, argv, option
-):
-    directory = str(home / "directory")
-    message = refusal(*argv, option, directory)
-    assert message == f"{option} {directory} is a directory; name a file"
-
-
-def test_a_file_in_place_of_a_directory_of_references_is_refused_before_texts_are_written(home):
-    argv = ("nlg", "format", "--profile", "webnlg", "--predictions", "p.jsonl")
-    message = refusal(*argv, "--output_pred_file", "h", "--output_ref_file", "file.txt")
-    assert message == "--output_ref_file file.txt cannot be made: file.txt is no directory"
-
-
-@pytest.mark.parametrize(
-    "argv", [("audit", ""), ("inspect", ""), ("accept", ""), ("generate", MODEL, "")]
-)
-def test_an_empty_word_is_refused_and_does_not_mean_this_directory(home, argv):
-    assert "must be some text, in UTF-8, got ''" in refusal(*argv)
-
-
 def test_bytes_that_are_no_text_are_refused_by_name(home):
     assert refusal("audit", "x\udc80.jsonl") == (
         r"--data_path must be some text, in UTF-8, got 'x\udc80.jsonl'"
     )
-
-
-def test_a_seed_that_no_stage_takes_is_refused_before_the_demo_writes(home):
-    assert refusal("demo", "--seed=-1") == "--seed must be in [0, 2**63), got -1"
-
-
-@pytest.mark.parametrize("host", [".", "a..b", "x" * 64])
-def test_what_is_no_name_of_a_host_is_refused_by_its_option(home, host):
-    message = refusal("serve", MODEL, "--port", "0", "--token", "t", "--host", host)
-    assert message.startswith(f"--host {host} ")
-
-
-@pytest.mark.parametrize("word", ["nan", "inf", "1e400"])
-def test_alpha_of_extract_is_a_finite_number(home, word):
-    message = refusal("extract", "adapter", "--base", MODEL, "--lora_alpha", word)
-    assert message == f"--lora_alpha: must be a number, got '{word}'"
-
-
-@pytest.mark.parametrize(
-    ("option", "word", "message"),
-    [
-        ("--num_beams", str(2**32), "must be in [1, 1000], got 4294967296"),
-        ("--length_penalty", "1e5", "must be in [0, 10], got 100000.0"),
-    ],
-)
-def test_a_search_that_fits_no_memory_or_float_is_refused(home, option, word, message):
-    assert refusal("nlg", "decode", "--data_path", "e2e.txt", option, word) == f"{option} {message}"
 
 
 @pytest.mark.parametrize(
@@ -149,29 +76,3 @@ def test_a_deepspeed_file_is_refused_by_its_option(home, content, words):
     message = refusal("rlhf", "--deepspeed_config", "drawn", files=(("drawn", content),))
     assert message.startswith("--deepspeed_config drawn")
     assert words in message
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('{"a":' * 2000, "nested too deeply"),
-        ('{"a": 1, "a": 2}', "an object has 'a' twice"),
-    ],
-)
-def test_variables_of_a_template_are_refused_by_their_option(home, text, reason):
-    message = refusal("sft", "--chat_template_kwargs", text)
-    assert message.startswith("--chat_template_kwargs must be a JSON object")
-    assert reason in message
-
-
-@pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "[" * 5000, "{a: 1, a: 2}"])
-def test_an_override_that_is_no_yaml_is_refused_by_name(home, value):
-    message = refusal("pipeline", "recipe.yaml", "--set", f"sft.seed={value}")
-    assert message.startswith(f"--set sft.seed={value}: the value cannot be read: "[:2000])
-
-
-@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "rlhf"])
-def test_data_that_is_asked_for_and_not_named_is_refused_and_not_the_bundled_data(home, stage):
-    assert refusal(stage, "--data_path", "--seed", "1") == (
-        "--data_path names no data; give a file, or leave it out for the bundled data"
-    )

@@ -11,12 +11,13 @@ from dschat_lora.addons.report.run_data import read_metrics, read_run
 from dschat_lora.api import stages
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import RunConfig
-from dschat_lora.config.options import command_line, fail
+from dschat_lora.config.options import command_line
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.staging import check_within, write_whole
 from dschat_lora.report.directory import leftovers
 from dschat_lora.report.terminal import log_once, table
 from dschat_lora.runtime.directory import RunDirectory
+from dschat_lora.runtime.stage_main import fail
 
 if TYPE_CHECKING:
     from dschat_lora.addons.demo.judge import Judgement

@@ -15,7 +15,6 @@ from dschat_lora.addons.nlg.config import DecodeConfig
 from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import epoch_files, weights_file
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.config.options import fail
 from dschat_lora.config.staging import write_whole
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RowError, iter_rows
@@ -37,6 +36,7 @@ from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import Tokenizer, load_tokenizer
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.terminal import error_message, log_once
+from dschat_lora.runtime.stage_main import fail
 
 
 @dataclass

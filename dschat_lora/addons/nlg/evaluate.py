@@ -14,9 +14,9 @@ from dschat_lora.addons.nlg.config import EvaluateConfig, MetricName, Profile
 from dschat_lora.addons.nlg.metrics import References, Score, Texts
 from dschat_lora.addons.nlg.predictions import Prediction, chosen_predictions, cleaner
 from dschat_lora.addons.nlg.ter import pyter, ter
-from dschat_lora.config.options import fail
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.terminal import error_message, log_once, table
+from dschat_lora.runtime.stage_main import fail
 
 # References of a meaning at most, as the published scores were made; 0: all.
 PUBLISHED_REFERENCES: dict[Profile, int] = {"e2e": 0, "webnlg": 6, "dart": 6}

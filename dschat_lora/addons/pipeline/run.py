@@ -17,11 +17,12 @@ from dschat_lora.addons.report.run_data import RunData, read_run
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.commands.launch import Relay, launch_command, launcher_command, typed_command
 from dschat_lora.commands.stages import STAGES, restated
-from dschat_lora.config.options import build_config, command_line, fail, value_text
+from dschat_lora.config.options import build_config, command_line, value_text
 from dschat_lora.config.staging import alone, check_within, write_whole
 from dschat_lora.report.directory import leftovers, read_object
 from dschat_lora.report.terminal import error_message, log_once, table
 from dschat_lora.report.texts import duration, short
+from dschat_lora.runtime.stage_main import fail
 
 RECORD = "pipeline.json"
 _FINISHED = {"status": "finished", "replaces": None}

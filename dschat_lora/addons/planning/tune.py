@@ -36,7 +36,7 @@ from dschat_lora.commands.launch import (
 )
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.files import parse_json
-from dschat_lora.config.options import command_line, fail, flatten, value_text
+from dschat_lora.config.options import command_line, flatten, value_text
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.staging import alone, check_place, open_in_place, write_whole
 from dschat_lora.engine.children import end_with_parent, variables_of_no_launch, visible_gpu
@@ -48,6 +48,7 @@ from dschat_lora.report.terminal import log_once, table
 from dschat_lora.report.texts import short
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
+from dschat_lora.runtime.stage_main import fail
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
