@@ -13,18 +13,17 @@ def iterate(fake_device, directory, *options, memory):
     data, out = directory / "prompts.jsonl", directory / "out"
     rows = [{"prompt": f"{n} " + "word " * 80} for n in range(36)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    noted = fake_device.run(
+    found = fake_device.run(
         "fakecuda.programs:stage",
         script="training/step3_rlhf/main.py",
         memory=memory * MIB,
-        ends=False,  # a response without tokens trains nothing
         options=[
             *("--algorithm", "rloo", "--num_generations", "2", "--actor_lora_dim", "8"),
             *("--reward_function", "fakecuda.programs:no_reward", "--eval_prompts", "0"),
             *("--data_path", str(data), "--output_dir", str(out), *options),
         ],
     )
-    return noted, out
+    return found, out
 
 
 def record_of(out):

@@ -257,7 +257,7 @@ def decode(
         model.get_output_embeddings().register_forward_hook(
             lambda head, inputs, logits: kinds.update([str(logits.dtype).removeprefix("torch.")])
         )
-        drawn, decoder = [], None
+        found, decoder = [], None
         for _ in range(calls):
             watch.start()
             if anew or decoder is None:
@@ -267,8 +267,8 @@ def decode(
             left = [*watch.underway.elements(), *(["stream"] if watch.stream.captures else [])]
             warned, holds = [str(each.message) for each in told], sum(watch.pools.values())
             more = {"warned": warned, "left": left, "holds": holds, "logits": [*kinds]}
-            drawn.append(noted(watch) | more)
-        return drawn
+            found.append(noted(watch) | more)
+        return found
 
 
 def decode_by_memory(shape, *, card, generations=8, prompt=256, answer=1024, tokens=2):
@@ -380,17 +380,14 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", world_size=1, memory=None, trial="", ends=True):
-    """A stage script, whose files are read and written for real; ``trial`` is the allocator's.
-
-    Responses end with their first token, or where they do not end with their last.
-    """
+def stage(script, options, card="h200", world_size=1, memory=None, trial=""):
+    """A stage script, whose files are read and written for real; ``trial`` is the allocator's."""
     with (
         fake_cuda(card, world_size=world_size, memory=memory) as watch,
         mock.patch.object(gpu, "TRIAL", trial),
         contextlib.ExitStack() as stack,
     ):
-        watch.number, watch.truth = 0.0, ends
+        watch.number = 0.0
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]
         error = None
