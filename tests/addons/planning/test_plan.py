@@ -541,6 +541,21 @@ def test_four_bits_are_planned_without_their_package(tiny, monkeypatch, capsys):
         option_checks.check_installed()  # of a run
 
 
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("sft --model_name_or_path ./nowhere", ["./nowhere", "does not exist"]),
+        ("nobody/nothing", ["nobody/nothing", "hub cannot be reached; name a directory"]),
+        ("rlhf --actor_model_name_or_path opt-125m", ["--critic_model_name_or_path"]),
+        ("sft --tensor_parallel_size 3 --num_gpus 3 --lora_dim 4", ["--tensor_parallel_size 3"]),
+    ],
+)
+def test_mistakes_that_a_model_shows_are_named(line, parts):
+    with pytest.raises(ValueError, match=r".") as error:
+        verbs.plan(shlex.split(line))
+    assert not [part for part in parts if part not in str(error.value)], error.value
+
+
 @pytest.mark.parametrize(("model", "stage"), [(None, None)] if ALL else [("OPT-1.3B", "SFT")])
 def test_tables_of_the_documentation_are_what_the_planner_says(model, stage):
     sys.path.insert(0, str(ROOT / "scripts"))

@@ -113,6 +113,20 @@ def test_measures_rise_or_fall(metric, rises):
     assert search_of(metric=metric).rises is rises
 
 
+@pytest.mark.parametrize(
+    ("options", "own", "message"),
+    [
+        ({"eval_interval": 3}, {}, "--eval_interval is the search's to set"),
+        ({"max_steps": 4}, {"min_steps": 5}, "--min_steps 5 must be at most --max_steps, 4"),
+        ({}, {"min_steps": 3, "batches": (8, 32)}, "of batches of 8 are less than a step of .* 4$"),
+        ({"data_path": ["no.jsonl"]}, {}, "--data_path no.jsonl does not exist"),
+    ],
+)
+def test_mistakes_that_a_search_shows_are_named(options, own, message):
+    with pytest.raises(ValueError, match=message):
+        search_of(options, **own)
+
+
 # ---------------------------------------------------------------------------- searches
 
 
