@@ -7,7 +7,10 @@ Parquet file so few rows are decoded at a time that none of its dictionaries mak
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow
 
 ROWS_AT_A_TIME = 1000
 BYTES_AT_A_TIME = 4 * 2**20  # of rows that become objects of Python at once, about
@@ -15,7 +18,7 @@ MOST_DECODED = 2**30  # bytes of the rows of a Parquet file that are decoded at 
 ARROW_FILE = b"ARROW1"  # begins an Arrow file; a stream begins otherwise
 
 
-def parquet_batches(path: Path, first: int = 0) -> Iterator[Any]:
+def parquet_batches(path: Path, first: int = 0) -> Iterator["pyarrow.RecordBatch"]:
     """The record batches of a Parquet file from a row on, of as many as its dictionaries allow.
 
     Row groups before it are not read. No value is larger than its dictionary, and dictionaries of
@@ -50,7 +53,7 @@ def parquet_batches(path: Path, first: int = 0) -> Iterator[Any]:
         yield from _from_row(batches, first - skipped)
 
 
-def arrow_batches(path: Path, first: int = 0) -> Iterator[Any]:
+def arrow_batches(path: Path, first: int = 0) -> Iterator["pyarrow.RecordBatch"]:
     """The record batches of an Arrow stream, which ``datasets`` writes, or file, from a row on."""
     import pyarrow
 
@@ -64,14 +67,16 @@ def arrow_batches(path: Path, first: int = 0) -> Iterator[Any]:
             yield from _from_row(pyarrow.ipc.open_stream(memory), first)
 
 
-def _from_row(batches: Iterable[Any], first: int) -> Iterator[Any]:
+def _from_row(
+    batches: Iterable["pyarrow.RecordBatch"], first: int
+) -> Iterator["pyarrow.RecordBatch"]:
     for batch in batches:
         if first < batch.num_rows:
             yield batch.slice(first)
         first = max(0, first - batch.num_rows)
 
 
-def rows_of(batch: Any, *, most: int) -> Iterator[dict[str, Any] | None]:
+def rows_of(batch: "pyarrow.RecordBatch", *, most: int) -> Iterator[dict[str, Any] | None]:
     """The rows of a record batch; None in place of one that is larger than ``most`` bytes.
 
     Raises:
@@ -96,23 +101,23 @@ def without_absent(row: Mapping[str, Any]) -> dict[str, Any]:
     of all others.
     """
     return {
-        name: _without_null(value) if name == "tools" or _is_told(value) else value
+        name: _without_null(value) if name == "tools" or _is_conversation(value) else value
         for name, value in row.items()
     }
 
 
-def _is_told(value: Any) -> bool:
+def _is_conversation(value: object) -> bool:
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, dict) and not first.keys().isdisjoint(("role", "from"))
 
 
-def _without_null(value: Any) -> Any:
+def _without_null(value: object) -> object:
     if isinstance(value, dict):
         return {key: _without_null(each) for key, each in value.items() if each is not None}
     return list(map(_without_null, value)) if isinstance(value, list) else value
 
 
-def _size(array: Any) -> int:
+def _size(array: "pyarrow.Array | pyarrow.RecordBatch") -> int:
     """Bytes of the values of an array or a record batch, each counted as often as it occurs."""
     import pyarrow.compute as pc
     from pyarrow import types

@@ -245,9 +245,9 @@ def make_audit(
         f"rows_with_{media_kind}": train.media_rows,
         f"tokens_of_{media_kind}": train.media_tokens,
     }
-    count, found, tokens = counts.values()
+    count, with_some, tokens = counts.values()
     share = tokens / max(1, train.tokens)
-    words = f"{count:,} in {found:,} rows, {tokens:,} tokens ({share:.1%})"
+    words = f"{count:,} in {with_some:,} rows, {tokens:,} tokens ({share:.1%})"
     return DataAudit(
         rows_by_type=dict(rows.counts.by_type),
         bad_rows=rows.counts.bad,

@@ -114,8 +114,7 @@ class Chat:
             ValueError: if the template refuses them, or for a role that the format lacks.
         """
         if self.is_built_in and not continue_final_message:
-            ask = add_generation_prompt
-            text = render_built_in(messages, self.eos_text, add_generation_prompt=ask)
+            text = render_built_in(messages, self.eos_text, asks=add_generation_prompt)
             if text is not None:
                 return text
         fitted = fit_messages(messages, self.facts, self.media)
@@ -206,11 +205,7 @@ class Chat:
 
     def _has_end(self, text: str) -> bool:
         """Whether a special token ends a text, white space aside."""
-        return text.rstrip().endswith(self._ends)
-
-    @cached_property
-    def _ends(self) -> tuple[str, ...]:
-        return (*self._tokens.special, self.eos_text or PROBE)
+        return text.rstrip().endswith((*self._tokens.special, self.eos_text or PROBE))
 
     def is_ended(self, text: str) -> bool:
         """Whether a token other than end-of-sequence, white space aside, ends an answer's text."""

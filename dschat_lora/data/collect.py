@@ -15,7 +15,7 @@ from dschat_lora.data.media import MediaReader
 from dschat_lora.data.record_files import RowCounts, RowFiles, RowReader, RowTask, row_tasks
 from dschat_lora.data.row_arrays import Indices, RowArrays, chunks, first_equals
 from dschat_lora.data.rows import DataKind, row_options
-from dschat_lora.data.sources import Source
+from dschat_lora.data.sources import DataSource
 from dschat_lora.data.token_files import TokenWriter
 from dschat_lora.data.workers import map_in_order
 
@@ -46,7 +46,7 @@ class RowSplit(NamedTuple):
 
 def collect(
     config: DataConfig,
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     chat: Chat,
     directory: Path,
     *,
@@ -132,7 +132,7 @@ def collect(
 
 
 def _read(
-    sources: Mapping[int, Source],
+    sources: Mapping[int, DataSource],
     tasks: Iterable[RowTask],
     arrays: RowArrays,
     on_rows: Callable[[int], object],

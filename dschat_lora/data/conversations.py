@@ -1,8 +1,7 @@
 """Samples of a conversation: which text the model reads, and what of it the assistant said."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.messages import WEIGHT, Message, called_function, content_text
@@ -13,8 +12,7 @@ from dschat_lora.data.templates import PROBE, common_prefix
 Method = Literal["marks", "turns", "answers"]
 
 
-@dataclass(frozen=True)
-class ConversationSamples:
+class ConversationSamples(NamedTuple):
     """Spans of each sample that a conversation becomes, in order."""
 
     method: Method
@@ -114,10 +112,10 @@ def _answer(
 ) -> Span:
     """The span of message ``index``, which the template writes from ``begin`` to ``end``."""
     empty = chat.facts.empty_thought
-    found = empty.find(text, begin)
-    if found is None or found[1] > end or empty.is_held(messages[index]):
+    place = empty.find(text, begin)
+    if place is None or place[1] > end or empty.is_held(messages[index]):
         return Span(text[begin:end], target=True)
-    return Span(text[begin:end], True, ((found[0] - begin, found[1] - begin),))
+    return Span(text[begin:end], True, ((place[0] - begin, place[1] - begin),))
 
 
 def _realigned(
@@ -230,7 +228,7 @@ def _added_thoughts(
     messages: Sequence[Message], text: str, marks: Sequence[tuple[int, int]], chat: Chat
 ) -> list[tuple[int, int]]:
     """Start and end of each empty thought in marked text that no message holds."""
-    empty, found = chat.facts.empty_thought, []
+    empty, added = chat.facts.empty_thought, []
     speakers = iter([message for message in messages if message["role"] == "assistant"])
     for begin, _ in marks:
         if (place := empty.find(text, begin)) is None:
@@ -238,8 +236,8 @@ def _added_thoughts(
         said = text[place[1] :].removeprefix(empty.after)
         speaker = next((each for each in speakers if said.lstrip().startswith(_said(each))), None)
         if speaker is None or not empty.is_held(speaker):
-            found.append(place)
-    return found
+            added.append(place)
+    return added
 
 
 def _check_said(messages: Sequence[Message], index: int, text: str) -> None:

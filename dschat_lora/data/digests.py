@@ -33,11 +33,11 @@ class DataDigest:
         Raises:
             KeyError, TypeError, ValueError: if they are not those of a digest.
         """
-        found = cls(int(values["samples"]), int(values["block"]), tuple(values["blocks"]))
-        times, rest = divmod(found.block, BLOCK)
+        digest = cls(int(values["samples"]), int(values["block"]), tuple(values["blocks"]))
+        times, rest = divmod(digest.block, BLOCK)
         if rest or times.bit_count() != 1 or times < 0:
-            raise ValueError(f"blocks of {found.block} samples")
-        return found
+            raise ValueError(f"blocks of {digest.block} samples")
+        return digest
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -116,10 +116,10 @@ class BlockHasher:
         """Of all samples; none can be added afterwards."""
         if self._samples % BLOCK:
             self._end_block()
-        found = DataDigest(self._samples, BLOCK, tuple(self._blocks))
-        while len(found.blocks) > MOST:
-            found = found.coarser()
-        return found
+        digest = DataDigest(self._samples, BLOCK, tuple(self._blocks))
+        while len(digest.blocks) > MOST:
+            digest = digest.coarser()
+        return digest
 
     def _end_block(self) -> None:
         parts = sorted(self._parts.items())

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import IO, Any
+from typing import IO
 
 from dschat_lora.config.files import TOO_DEEP, json_object
 
@@ -23,9 +23,8 @@ class JsonError(ValueError):
 class JsonStream:
     """A cursor in a text: what is behind it is forgotten."""
 
-    def __init__(self, file: IO[str], *, most: int = MOST_CHARACTERS) -> None:
+    def __init__(self, file: IO[str]) -> None:
         self._file, self._text, self._at = file, "", 0
-        self._most = most
         self._decode = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
         self._first_column = 1  # of the text that is in memory
         self._counted = 0  # characters of it, of whose lines ...
@@ -47,9 +46,9 @@ class JsonStream:
 
     def skip(self, character: str) -> bool:
         """Pass the next character if it is this one."""
-        found = self.next() == character
-        self._at += found
-        return found
+        is_next = self.next() == character
+        self._at += is_next
+        return is_next
 
     def skip_match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Pass what a pattern of less than ``LOOK_AHEAD`` characters matches here."""
@@ -60,7 +59,7 @@ class JsonStream:
             self._at = match.end()
         return match
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """The next value.
 
         Raises:
@@ -96,8 +95,8 @@ class JsonStream:
     def _read(self) -> bool:
         """Read on, twice as much each time that it is not enough; False at the end."""
         kept = self._text[self._at :]
-        if len(kept) > self._most:
-            raise self.error(f"the value is longer than {self._most:,} characters")
+        if len(kept) > MOST_CHARACTERS:
+            raise self.error(f"the value is longer than {MOST_CHARACTERS:,} characters")
         more = self._file.read(max(READ_AT_A_TIME, len(kept)))
         if more:
             self._first_column = self.error("").column

@@ -5,7 +5,6 @@ from typing import Any
 
 from dschat_lora.config.files import parse_json
 from dschat_lora.data.message_layouts import (
-    EmptyTextError,
     Messages,
     conversation_of,
     flag,
@@ -13,6 +12,7 @@ from dschat_lora.data.message_layouts import (
     standard_messages,
     unweighted,
 )
+from dschat_lora.data.messages import EmptyTextError
 from dschat_lora.data.row_formats import format_of, row_formats, row_of
 from dschat_lora.data.templates import HUMAN
 
@@ -267,7 +267,7 @@ def _with_tools(values: Columns) -> Columns:
     return {**values, "tools": _parsed("tools", tools)} if isinstance(tools, str) else values
 
 
-def _parsed(column: str, text: str) -> Any:
+def _parsed(column: str, text: str) -> object:
     try:
         return parse_json(text or "[]")
     except ValueError as error:

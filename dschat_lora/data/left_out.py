@@ -1,6 +1,6 @@
 """What a chat template leaves out of the messages that it is given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,7 @@ Place = tuple[int, str]  # number of a message, and which part of it
 
 
 def left_out(
-    messages: Sequence[Message],
-    chat: Chat,
-    *,
-    answers: Sequence[int] = (),
-    asks: bool = False,
+    messages: Sequence[Message], chat: Chat, *, answers: Sequence[int] = (), asks: bool = False
 ) -> tuple[str, ...]:
     """Kinds of what a template does not write of messages and tools, where that is its choice.
 
@@ -64,15 +60,10 @@ def _unwritten(messages: Sequence[Message], chat: Chat, asks: bool) -> set[Place
     """Parts of messages that are not in their rendering; tools are part of message -1."""
     shape = tuple(map(_shape, messages))
     key = (repr(chat.variables), bool(chat.tools), asks, shape)
-    if key not in chat.unwritten:
-        if len(chat.unwritten) >= _MOST_SHAPES:
-            chat.unwritten.clear()
-        chat.unwritten[key] = _probe(messages, chat, asks)
-    return chat.unwritten[key]
-
-
-def _probe(messages: Sequence[Message], chat: Chat, asks: bool) -> set[Place]:
-    """The parts whose stand-ins a rendering lacks."""
+    if key in chat.unwritten:
+        return chat.unwritten[key]
+    if len(chat.unwritten) >= _MOST_SHAPES:
+        chat.unwritten.clear()
     places: list[Place] = []
 
     def stand_in(index: int, part: str) -> str:
@@ -84,11 +75,14 @@ def _probe(messages: Sequence[Message], chat: Chat, asks: bool) -> set[Place]:
     if tools and isinstance(tools[0].get("function"), dict):
         named = {**tools[0]["function"], "name": stand_in(-1, "tools")}
         tools = [{**tools[0], "function": named}]
+    text = ""
     try:
         text = replace(chat, tools=tools).render(marked, add_generation_prompt=asks)
     except ValueError:
-        return set()  # what stands in is no such value as the template wants
-    return {place for n, place in enumerate(places) if f"{PROBE}{n}{PROBE}" not in text}
+        places = []  # what stands in is no such value as the template wants
+    lost = {place for n, place in enumerate(places) if f"{PROBE}{n}{PROBE}" not in text}
+    chat.unwritten[key] = lost
+    return lost
 
 
 def _thought_in(message: Message) -> bool:
@@ -113,7 +107,7 @@ def _shape(message: Message) -> tuple[Any, ...]:
     )
 
 
-def _marked(index: int, message: Message, stand_in: Any) -> Message:
+def _marked(index: int, message: Message, stand_in: Callable[[int, str], str]) -> Message:
     """The message with short texts in place of its own."""
     made = {key: value for key, value in message.items() if key != WEIGHT}
     if content_text(message.get("content")).strip():

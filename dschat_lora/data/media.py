@@ -7,22 +7,31 @@ handles tokens in between needs to know nothing of them: equal ids are equal inp
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.sources import Source
+from dschat_lora.data.sources import DataSource
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dschat_lora.data.records import TextRecord
+    from dschat_lora.data.rows import ParsedRow
 
 FIRST_ID = 2**24  # of runs; no vocabulary is as large
 Row = Mapping[str, Any]
 
 
-class Run(NamedTuple):
+class MediaRun(NamedTuple):
     """Consecutive ids from ``first`` on, ``size`` of them, in the place of as many of ``token``."""
 
     first: int
     size: int
     token: int
+
+    def __repr__(self) -> str:  # part of what digests of rows are made of
+        return f"Run(first={self.first}, size={self.size}, token={self.token})"
 
 
 class MediaReader(Protocol):
@@ -52,7 +61,7 @@ class MediaReader(Protocol):
     def summary(self) -> str:
         """What the model takes, and by what it is read, in a few words; "" if that is not known."""
 
-    def scan(self, config: DataConfig, sources: Sequence[Source]) -> str | None:
+    def scan(self, config: DataConfig, sources: Sequence[DataSource]) -> str | None:
         """A digest of what each row holds beside text; None where that is nothing."""
 
     def number(self, folder: Path, *, workers: int = 1) -> None:
@@ -63,13 +72,13 @@ class MediaReader(Protocol):
 
     def insert(
         self, texts: Sequence[str], values: Row, *, whole: bool
-    ) -> tuple[list[str], tuple[Run, ...]]:
+    ) -> tuple[list[str], tuple[MediaRun, ...]]:
         """Texts of a row of :meth:`row`, one after another, with ``token``'s text for each run.
 
         Unless they are the ``whole`` row they may have fewer placeholders than it has inputs.
         """
 
-    def fill(self, records: Any, row: Any) -> Any:
+    def fill(self, records: "tuple[TextRecord, ...]", row: "ParsedRow") -> "tuple[TextRecord, ...]":
         """The records of a row of :meth:`row` with what it holds in the places for it."""
 
     def columns(self, values: Row, row: Row) -> dict[str, Any]:
@@ -83,7 +92,7 @@ class MediaReader(Protocol):
     def described(self, ids: Sequence[int]) -> list[dict[str, str]]:
         """Of each input beside text its ``digest``, and its ``path`` if it has one."""
 
-    def shown(self, text: str, runs: Sequence[Run]) -> str:
+    def shown(self, text: str, runs: Sequence[MediaRun]) -> str:
         """A text of :meth:`insert` with a few words in place of each of its runs."""
 
     def tokens(self, ids: Sequence[int]) -> list[tuple[str, int]]:
@@ -92,26 +101,25 @@ class MediaReader(Protocol):
     def plain(self, ids: Sequence[int]) -> list[int]:
         """The ids with its ``token`` in the place of each of a run."""
 
-    def attach(self, model: Any, base: str | None = None) -> None:
+    def attach(self, model: "nn.Module", base: str | None = None) -> None:
         """Have a model on ``base``, by default the reader's own, take the runs."""
 
 
-def media_reader(config: Any, tokenizer: Any, base: str) -> MediaReader | None:
+def media_reader(config: object, tokenizer: object, base: str) -> MediaReader | None:
     """What reads inputs beside text for the model at ``base``; None where it takes text alone.
 
     ``config`` is of a command with the options of add-ons; None has their defaults. Without a
     ``tokenizer`` rows alone are read, and nothing of the model but its ``config.json``; else it is
     that of the tokenizer from here on.
     """
-    makers = (load(path) for path in provided("media").values())
-    found = (make(config, tokenizer, base) for make in makers)
-    reader: MediaReader | None = next((each for each in found if each is not None), None)
+    made = (load(path)(config, tokenizer, base) for path in provided("media").values())
+    reader: MediaReader | None = next((each for each in made if each is not None), None)
     if tokenizer is not None:
-        tokenizer.media = reader
+        tokenizer.media = reader  # type: ignore[attr-defined]
     return reader
 
 
-def media_of(tokenizer: Any) -> MediaReader | None:
+def media_of(tokenizer: object) -> MediaReader | None:
     """What reads inputs beside text for a tokenizer's model; None where it takes text alone."""
     return getattr(tokenizer, "media", None)
 
@@ -121,7 +129,7 @@ def has_media(ids: Sequence[int]) -> bool:
     return max(ids, default=0) >= FIRST_ID
 
 
-def with_runs(pieces: list[list[int]], runs: Sequence[Run]) -> list[list[int]]:
+def with_runs(pieces: list[list[int]], runs: Sequence[MediaRun]) -> list[list[int]]:
     """Tokens of consecutive pieces with the ids of ``runs`` in place of their tokens, in order."""
     ids = iter([n for first, size, _ in runs for n in range(first, first + size)])
     tokens = {token for *_, token in runs}

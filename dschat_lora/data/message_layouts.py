@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dschat_lora.config.files import parse_json
-from dschat_lora.data.messages import WEIGHT, called_function, is_there, medium_of
+from dschat_lora.data.messages import (
+    WEIGHT,
+    EmptyTextError,
+    called_function,
+    is_there,
+    medium_of,
+)
 
 Messages = list[dict[str, Any]]
 
@@ -26,10 +32,6 @@ LEARNT_BY = (WEIGHT, "loss_weight", "loss_scale", "train", "training", "loss")
 _PARTLY = ("train_detail", "training_detail", "mask", "masked", "loss_mask")
 _FLAGS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 _PLAIN = ("system", "user", "assistant")  # roles that are everybody's
-
-
-class EmptyTextError(ValueError):
-    """A text that a layout needs is there but empty."""
 
 
 def flag(value: object) -> bool | None:
@@ -62,17 +64,17 @@ def standard_messages(column: str, items: Sequence[Any]) -> list[Any]:
             made.append(item)
             continue
         where = f"`{column}` item {number}"
-        found, before = _standard(where, item), made[-1] if made else None
+        standard, before = _standard(where, item), made[-1] if made else None
         is_call = (item.get("from") or item.get("role")) in _CALLS
         if is_call and isinstance(before, dict) and before.get("role") == "assistant":
-            if before.get(WEIGHT) != found.get(WEIGHT):
+            if before.get(WEIGHT) != standard.get(WEIGHT):
                 raise ValueError(
                     f"{where} is a call in the turn of the item before it, of which it must have "
                     "the weight"
                 )
-            calls = [*(before.get("tool_calls") or ()), *found["tool_calls"]]
-            found = {**made.pop(), "tool_calls": calls}
-        made.append(found)
+            calls = [*(before.get("tool_calls") or ()), *standard["tool_calls"]]
+            standard = {**made.pop(), "tool_calls": calls}
+        made.append(standard)
     return made
 
 
@@ -115,8 +117,8 @@ def conversation_of(values: Mapping[str, Any], column: str) -> Messages:
         keys = item.keys() if isinstance(item, dict) else set()
         has_content = keys & {"content", "tool_calls", "function_call"}
         if not ({"from", "value"} <= keys or ("role" in keys and has_content)):
-            found = sorted(item) if isinstance(item, dict) else type(item).__name__
-            raise ValueError(f"{where} must have 'from' and 'value', found {found}")
+            has = sorted(item) if isinstance(item, dict) else type(item).__name__
+            raise ValueError(f"{where} must have 'from' and 'value', found {has}")
         if item.get("from") is None:
             role = _role(where, item.get("role"))
             item = item if item["role"] in _CALLS else {**item, "role": role}

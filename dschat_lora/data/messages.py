@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 from dschat_lora.config.files import parse_json
-from dschat_lora.data.readers import RowError
 
 Message = dict[str, Any]
 WEIGHT = "weight"  # key of an answer that is read, not learnt; its value is 0
@@ -16,47 +15,43 @@ IMAGES = MEDIA[:2]
 _TEXT = (None, "text", "input_text", "output_text")
 
 
-class EmptyRowError(RowError):
-    """A row whose text is there but empty."""
+class EmptyTextError(ValueError):
+    """A text that a row needs is there but empty."""
 
 
-def check_message(location: str, name: str, message: object, media: Collection[str] = ()) -> None:
-    """Refuse what is no message; ``name`` is the field and the number of the message in it.
+def check_message(name: str, message: object, media: Collection[str] = ()) -> None:
+    """Refuse what is no message; ``name`` says which, such as the field and its number there.
 
     ``content`` is text or a list of text parts, and of parts of nothing but a type that is in
     ``media``. It may be absent beside ``tool_calls``, whose arguments :func:`call_arguments` must
     read. Keys other than these and ``role`` are for the chat template.
 
     Raises:
-        RowError: with what was found and what a message has.
+        ValueError: with what was found and what a message has.
     """
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     required = {"role"} if calls else {"role", "content"}
     if not isinstance(message, dict) or not required <= message.keys():
-        found = sorted(message) if isinstance(message, dict) else type(message).__name__
-        raise RowError(location, f"{name} must have 'role' and 'content', found {found}")
+        keys = sorted(message) if isinstance(message, dict) else type(message).__name__
+        raise ValueError(f"{name} must have 'role' and 'content', found {keys}")
     if not isinstance(message["role"], str):
-        kind = type(message["role"]).__name__
-        raise RowError(location, f"{name}: 'role' must be text, found {kind}")
-    is_list = calls is None or isinstance(calls, list)
-    if not is_list or not all(
+        raise ValueError(f"{name}: 'role' must be text, found {type(message['role']).__name__}")
+    if not isinstance(calls, list | None) or not all(
         isinstance(call, dict) and isinstance(called_function(call).get("name"), str)
         for call in calls or ()
     ):
         form = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
-        raise RowError(
-            location, f"{name}: 'tool_calls' must be a list of {form}, found {calls!s:.200}"
-        )
+        raise ValueError(f"{name}: 'tool_calls' must be a list of {form}, found {calls!s:.200}")
     for call in calls or ():
         try:
             call_arguments(call)
         except ValueError as error:
-            raise RowError(location, f"{name}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
     if not (calls and message.get("content") is None):
-        _check_content(location, name, message["content"], media)
+        _check_content(name, message["content"], media)
         said = content_text(message["content"])
         if message["role"] == "assistant" and not (calls or said.strip()):
-            raise EmptyRowError(location, f"{name}: the assistant's 'content' is empty")
+            raise EmptyTextError(f"{name}: the assistant's 'content' is empty")
 
 
 def content_text(content: str | list[dict[str, Any]] | None, medium: str = "") -> str:
@@ -71,27 +66,26 @@ def is_medium(part: Mapping[str, Any]) -> bool:
     return part.keys() == {"type"} and part["type"] in MEDIA
 
 
-def _check_content(location: str, name: str, content: object, media: Collection[str]) -> None:
+def _check_content(name: str, content: object, media: Collection[str]) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        kind = type(content).__name__
-        raise RowError(location, f"{name}: 'content' must be text, found {kind}")
+        raise ValueError(f"{name}: 'content' must be text, found {type(content).__name__}")
     for number, part in enumerate(content, start=1):
         where = f"{name}: part {number} of 'content'"
-        found, is_text = type(part).__name__, False
+        kind, is_text = type(part).__name__, False
         if isinstance(part, dict):
             if is_medium(part) and part["type"] in media:
                 continue
             typed = part.get("type")
-            found, is_text = repr(typed), isinstance(part.get("text"), str) and typed in _TEXT
+            kind, is_text = repr(typed), isinstance(part.get("text"), str) and typed in _TEXT
             medium = medium_of(part) or next((m for m in MEDIA if m in str(typed)), None)
             if medium is not None:
                 said = typed if medium in str(typed) else medium
-                raise RowError(location, f"{where} is {said!r}; text alone is read")
+                raise ValueError(f"{where} is {said!r}; text alone is read")
         if not is_text:
             form = '{"type": "text", "text": ...}'
-            raise RowError(location, f"{where} must be {form}, found {found}")
+            raise ValueError(f"{where} must be {form}, found {kind}")
 
 
 def medium_of(values: Mapping[str, Any]) -> str | None:
@@ -99,7 +93,7 @@ def medium_of(values: Mapping[str, Any]) -> str | None:
     return next((name for name in MEDIA if is_there(values.get(name))), None)
 
 
-def is_there(value: Any) -> bool:
+def is_there(value: object) -> bool:
     """Whether a value, as a table may have it for what a row lacks, holds anything."""
     if isinstance(value, dict | list):
         return any(map(is_there, value.values() if isinstance(value, dict) else value))

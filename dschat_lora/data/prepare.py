@@ -37,7 +37,7 @@ from dschat_lora.data.samples import (
     UnpairedSample,
     write_set,
 )
-from dschat_lora.data.sources import Source, data_suffix
+from dschat_lora.data.sources import DataSource, data_suffix
 from dschat_lora.data.token_files import Tally, TokenWriter
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import map_in_order, usable_cores
@@ -144,7 +144,7 @@ def prepare(
     )
 
 
-def source_names(sources: Sequence[Source]) -> list[str]:
+def source_names(sources: Sequence[DataSource]) -> list[str]:
     """A name of each source, for metrics: the last part of its path, if no other has it."""
     names: list[str] = []
     ends = [Path(source.name).name for source in sources]
@@ -156,7 +156,7 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
 def _build(
     config: DataConfig,
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     tokenizer: Tokenizer,
     directory: Path,
     *,
@@ -286,7 +286,7 @@ def token_rule(config: DataConfig, eos_id: int, kind: DataKind) -> TokenRule:
 
 def fingerprint(
     config: DataConfig,
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     tokenizer: Tokenizer,
     *,
     phase: int,

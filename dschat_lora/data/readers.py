@@ -8,9 +8,8 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, AnyStr, NamedTuple, cast
 
@@ -19,7 +18,7 @@ from dschat_lora.config.files import TOO_DEEP, json_object
 from dschat_lora.data.arrow_rows import arrow_batches, parquet_batches, rows_of, without_absent
 from dschat_lora.data.json_stream import JsonError, JsonStream
 from dschat_lora.data.row_formats import format_of, row_formats, row_of
-from dschat_lora.data.sources import Source, kind_of_file
+from dschat_lora.data.sources import DataSource, kind_of_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -116,7 +115,7 @@ def json_line(row: RawRow | Line) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def iter_rows(source: Source) -> Iterator[RawRow]:
+def iter_rows(source: DataSource) -> Iterator[RawRow]:
     """Rows of all files of a source, or of a hub data set, in order.
 
     Raises:
@@ -125,21 +124,19 @@ def iter_rows(source: Source) -> Iterator[RawRow]:
     return (row.read() for row in iter_unread(source))
 
 
-def iter_unread(source: Source) -> Iterator[RawRow | Line]:
+def iter_unread(source: DataSource) -> Iterator[RawRow | Line]:
     """As :func:`iter_rows`, but lines are not parsed."""
-    return islice(_iter_all(source), source.most)
-
-
-def _iter_all(source: Source) -> Iterator[RawRow | Line]:
+    rows: Iterator[RawRow | Line]
     if source.hub_name is not None:
-        rows = load_hub(source) if source.tail is None else source.tail.hub_rows(source)
-        yield from hub_rows(source.hub_name, rows)
-    of_arrow = hasattr(source.rows, "features")  # as `datasets` has rows
-    for index, values in enumerate(() if source.rows is None else source.rows):
-        values = without_absent(values) if of_arrow else values
-        yield _object_row(f"{source.name}[{index}]", _plain(values))
-    for file in source.files:
-        yield from iter_unread_file(file)
+        hub = load_hub(source) if source.tail is None else source.tail.hub_rows(source)
+        rows = hub_rows(source.hub_name, hub)
+    elif source.rows is not None:
+        of_arrow = hasattr(source.rows, "features")  # as `datasets` has rows
+        own = map(without_absent, source.rows) if of_arrow else source.rows
+        rows = (_object_row(f"{source.name}[{i}]", _plain(row)) for i, row in enumerate(own))
+    else:
+        rows = chain.from_iterable(map(iter_unread_file, source.files))
+    return islice(rows, source.most)
 
 
 def hub_rows(
@@ -150,7 +147,7 @@ def hub_rows(
         yield RawRow(f"{name}:{number}", without_absent(values))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value of a Python program with lists in place of tuples and arrays."""
     if hasattr(value, "tolist"):  # of numpy, as pandas has lists
         value = value.tolist()
@@ -164,7 +161,7 @@ def iter_file(path: Path) -> Iterator[RawRow]:
     return (row.read() for row in iter_unread_file(path))
 
 
-def count_rows(sources: Sequence[Source]) -> int | None:
+def count_rows(sources: Sequence[DataSource]) -> int | None:
     """Rows of all sources, or None where to count them takes as long as to read them."""
     total = 0
     for source in sources:
@@ -233,7 +230,7 @@ def _text_size(value: object) -> int:
     return len(value) if isinstance(value, str | bytes) else 0
 
 
-def load_hub(source: Source, **options: Any) -> "Dataset | IterableDataset":
+def load_hub(source: DataSource, **options: bool) -> "Dataset | IterableDataset":
     """The data set of a hub name, of its split ``train`` by default, loaded with ``options``.
 
     Raises:
@@ -301,37 +298,26 @@ def _too_large(location: str, what: str) -> RowError:
     return RowError(location, f"{what} holds more than {MOST_ROW:,} bytes; divide it into several")
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[IO[bytes]]:
+def _open(path: Path) -> IO[bytes]:
     """The bytes of a file, unpacked."""
     name = path.name.lower()
     if name.endswith(".zst"):
         import pyarrow
 
-        with pyarrow.input_stream(str(path), compression="zstd") as stream:
-            yield io.BufferedReader(stream)
-        return
-    if name.endswith(".gz"):
-        with io.BufferedReader(gzip.GzipFile(path)) as file:
-            yield file
-        return
-    with path.open("rb") as file:
-        yield file
-
-
-def _pass_over(file: IO[bytes], size: int) -> None:
-    if file.seekable() and size:
-        size -= file.seek(size - 1)  # of gzip it unpacks
-    while size:
-        block = file.read(min(size, 2**20))
-        if not block:
-            raise EOFError("it is shorter than it was")
-        size -= len(block)
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return io.BufferedReader(gzip.GzipFile(path)) if name.endswith(".gz") else path.open("rb")
 
 
 def _iter_lines(path: Path, parse: Callable[[str], object], start: Place) -> Iterator[Line]:
     with _open(path) as file:
-        _pass_over(file, start.byte)
+        unread = start.byte
+        if file.seekable() and unread:
+            unread -= file.seek(unread - 1)  # of gzip it unpacks
+        while unread:
+            block = file.read(min(unread, 2**20))
+            if not block:
+                raise EOFError("it is shorter than it was")
+            unread -= len(block)
         lines = _Lines(path, file)
         lines.number, lines.end = start
         for line in lines:

@@ -14,13 +14,19 @@ from numpy.typing import NDArray
 
 from dschat_lora.config.stages import ANSWER_LOSSES
 from dschat_lora.data.chat import Chat, Span
-from dschat_lora.data.messages import EmptyRowError
 from dschat_lora.data.readers import Line, RawRow, RowError, iter_unread
 from dschat_lora.data.records import TextRecord, answers_of, row_digest, to_records
 from dschat_lora.data.row_arrays import Indices, RowArrays, first_equals
-from dschat_lora.data.rows import DataKind, RowOptions, is_learnt, parse_row, require_usable
+from dschat_lora.data.rows import (
+    DataKind,
+    EmptyRowError,
+    RowOptions,
+    is_learnt,
+    parse_row,
+    require_usable,
+)
 from dschat_lora.data.samples import TEXT, Column, is_whole, read_table, write_table
-from dschat_lora.data.sources import Source
+from dschat_lora.data.sources import DataSource
 from dschat_lora.data.token_files import RowRecords, TokenWriter, mismatched
 
 MAX_EXAMPLES = 100  # bad rows that are kept
@@ -51,28 +57,25 @@ class RowCounts:
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def row_tasks(sources: Mapping[int, Source], directory: Path) -> Iterator[RowTask]:
+def row_tasks(sources: Mapping[int, DataSource], directory: Path) -> Iterator[RowTask]:
     """The rows of all sources in order, for one file of ``directory`` at a time."""
     file = 0
     for number, source in sources.items():
-        for rows in _groups(iter_unread(source)):
+        unread = iter_unread(source)
+        while rows := _group(unread):
             path = directory / f"rows-{file:06}.arrow"
-            unread = [] if is_whole(path) else rows
-            yield RowTask(number, source.option, path, unread, len(rows))
+            yield RowTask(number, source.option, path, [] if is_whole(path) else rows, len(rows))
             file += 1
 
 
-def _groups(rows: Iterator[RawRow | Line]) -> Iterator[list[RawRow | Line]]:
-    group: list[RawRow | Line] = []
+def _group(unread: Iterator[RawRow | Line]) -> list[RawRow | Line]:
+    """The next rows of a file of records."""
+    rows: list[RawRow | Line] = []
     size = 0
-    for row in rows:
-        group.append(row)
+    while len(rows) < ROWS_PER_FILE and size < BYTES_PER_FILE and (row := next(unread, None)):
+        rows.append(row)
         size += row.size
-        if len(group) == ROWS_PER_FILE or size >= BYTES_PER_FILE:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    return rows
 
 
 @dataclass(frozen=True)
@@ -259,14 +262,14 @@ class RowFiles:
         prompts = first_equals(self._prompts, self._arrays)
         if len(np.unique(prompts[own])) == 1:
             pool = np.concatenate([own, np.flatnonzero(np.repeat(train, self.sizes))])
-        found = mismatched(prompts[pool], seed=seed)[: len(own)]
-        if (found < 0).any():
+        others = mismatched(prompts[pool], seed=seed)[: len(own)]
+        if (others < 0).any():
             raise ValueError(
                 f"{self.record(int(own[0])).location}: --loss_type {' or '.join(ANSWER_LOSSES)} "
                 "needs answers to two prompts or more, to estimate the KL divergence from those to "
                 "other prompts; all rows have this one"
             )
-        return pool[found]
+        return pool[others]
 
     @cached_property
     def _ends(self) -> Indices:

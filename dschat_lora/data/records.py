@@ -3,18 +3,13 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.chat import Chat, Span
-from dschat_lora.data.conversations import (
-    Method,
-    answer_spans,
-    prompt_spans,
-    supervise,
-)
+from dschat_lora.data.conversations import Method, answer_spans, prompt_spans, supervise
 from dschat_lora.data.left_out import left_out
-from dschat_lora.data.media import Run
+from dschat_lora.data.media import MediaRun
 from dschat_lora.data.messages import WEIGHT
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import DataKind, ParsedRow, RowType, split_preference
@@ -44,7 +39,7 @@ class TextRecord(NamedTuple):
     label: bool | None = None  # whether the answer is a good one, if the row says so
     mismatched: str | None = None  # an answer to another prompt
     left_out: tuple[str, ...] = ()  # of the row, by the chat template or from the loss
-    media: tuple[Run, ...] = ()  # what its context's placeholders stand for
+    media: tuple[MediaRun, ...] = ()  # what its context's placeholders stand for
 
     @property
     def context(self) -> tuple[Span, ...]:
@@ -156,29 +151,27 @@ def _rendered(
         lost = left_out(messages[:last], chat, asks=True)
         return (TextRecord(row.location, row.kind, spans, left_out=lost),)
     by_marks = kind == "samples"
-    found = supervise(messages, chat, first_target=len(prompt), by_marks=by_marks)
-    alone = found.answers if found.method == "answers" else ()
-    lost = left_out(messages[: found.answers[-1] + 1], chat, answers=alone)
+    method, samples, answers = supervise(
+        messages, chat, first_target=len(prompt), by_marks=by_marks
+    )
+    alone = answers if method == "answers" else ()
+    lost = left_out(messages[: answers[-1] + 1], chat, answers=alone)
     if any(WEIGHT in message for message in messages[len(prompt) :]):
         lost = (*lost, "answers of weight 0, from the loss")
-    records: list[TextRecord] = []
-    for spans in found.samples:
-        end: End = "none" if found.method == "marks" else "eos"
-        if chat.is_ended(spans[-1].text):
-            end = "template"
-        records.append(
-            TextRecord(
-                row.location,
-                row.kind,
-                spans,
-                label=label,
-                end=end,
-                method=found.method,
-                goes_on=bool(records),
-                left_out=lost,
-            )
+    unended: End = "none" if method == "marks" else "eos"
+    return tuple(
+        TextRecord(
+            row.location,
+            row.kind,
+            spans,
+            label=label,
+            end="template" if chat.is_ended(spans[-1].text) else unended,
+            method=method,
+            goes_on=number > 0,
+            left_out=lost,
         )
-    return tuple(records)
+        for number, spans in enumerate(samples)
+    )
 
 
 def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
@@ -220,12 +213,12 @@ def _pair(prompt: str, completion: str) -> tuple[Span, ...]:
     return Span(prompt, target=False), Span(completion, target=True)
 
 
-def _margin(margin: Any) -> float | None:
+def _margin(margin: object) -> float | None:
     if margin is None or margin == "":
         return None
     try:
         # A cell of a CSV file is text.
-        number = math.nan if isinstance(margin, bool) else float(margin)
+        number = math.nan if isinstance(margin, bool) else float(margin)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= MAX_MARGIN:

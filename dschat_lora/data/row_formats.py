@@ -14,12 +14,12 @@ class TwoWayTokenizer(Protocol):
 
     eos_token_id: int | None
 
-    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+    def decode(self, token_ids: list[int], **options: bool) -> str: ...
 
-    def encode(self, text: str, **options: Any) -> list[int]: ...
+    def encode(self, text: str, **options: bool) -> list[int]: ...
 
 
-def _never(value: Any, path: Path | None) -> bool:
+def _never(value: object, path: Path | None) -> bool:
     return False
 
 
@@ -56,31 +56,23 @@ class RowFormat(NamedTuple):
 @cache
 def row_formats() -> Mapping[str, RowFormat]:
     """The formats of all add-ons by name; one that cannot be used is left out with a warning."""
-    found: dict[str, RowFormat] = {}
+    formats: dict[str, RowFormat] = {}
     for addon in installed().values():
         with left_out(addon.name):
             for name, path in addon.provides.get("row_format", {}).items():
                 own = load(path)
                 # Of an object of another class, what it has.
                 more = {n: getattr(own, n) for n in ("list_key", "texts") if hasattr(own, n)}
-                found[name] = RowFormat(own.rows, own.claims, **more)
-    return found
+                formats[name] = RowFormat(own.rows, own.claims, **more)
+    return formats
 
 
-@cache
-def _claims() -> list[tuple[str, Callable[[Any, Path | None], bool]]]:
-    return [(n, each.claims) for n, each in row_formats().items() if each.claims is not _never]
-
-
-def format_of(value: Any, path: Path | None = None) -> str | None:
+def format_of(value: object, path: Path | None = None) -> str | None:
     """The name of the first format that claims a value."""
-    for name, claims in _claims():
-        if claims(value, path):
-            return name
-    return None
+    return next((name for name, each in row_formats().items() if each.claims(value, path)), None)
 
 
-def row_of(name: str, value: Any) -> dict[str, Any]:
+def row_of(name: str, value: object) -> dict[str, Any]:
     """The row that a format makes of a value.
 
     Raises:
@@ -96,5 +88,7 @@ def format_files() -> dict[str, Path]:
     """The file of each format's module, by name, and of each reader of a kind of files."""
     paths, files = provided("row_format"), provided("row_file")
     modules = {**{name: paths[name] for name in row_formats()}, **files}
-    found = {name: import_module(path.partition(":")[0]) for name, path in modules.items()}
-    return {name: Path(str(module.__file__)) for name, module in found.items()}
+    return {
+        name: Path(str(import_module(path.partition(":")[0]).__file__))
+        for name, path in modules.items()
+    }

@@ -11,11 +11,11 @@ from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, spl
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.media import MediaReader
-from dschat_lora.data.message_layouts import EmptyTextError, flag
-from dschat_lora.data.messages import IMAGES, MEDIA, EmptyRowError, check_message, medium_of
+from dschat_lora.data.message_layouts import flag
+from dschat_lora.data.messages import IMAGES, MEDIA, EmptyTextError, check_message, medium_of
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.row_formats import TwoWayTokenizer, row_formats
-from dschat_lora.data.sources import Source, find_source
+from dschat_lora.data.sources import DataSource, find_source
 from dschat_lora.data.templates import ASSISTANT
 
 RowType = Literal[
@@ -38,6 +38,18 @@ CHECKED_FILES = 8  # of a source with a tail
 # that are held out.
 HEAD_ROWS = 1000
 ValueT = TypeVar("ValueT")
+FIELDS: Mapping[RowType, Sequence[str]] = {  # columns of each type
+    "text": ("text",),
+    "conversation": ("messages",),
+    "prompt-completion": ("prompt", "completion"),
+    "unpaired preference": ("prompt", "completion"),
+    "preference": ("prompt", "chosen", "rejected"),
+    "prompt": ("prompt",),
+}
+
+
+class EmptyRowError(RowError):
+    """A row whose text is there but empty."""
 
 
 class ParsedRow(NamedTuple):
@@ -64,8 +76,8 @@ class ParsedRow(NamedTuple):
         Raises:
             ValueError: if they are of another tokenizer.
         """
-        found = row_formats().get(self.layout)
-        return found.texts(self.values, tokenizer) if found and found.texts else self.values
+        own = row_formats().get(self.layout)
+        return own.texts(self.values, tokenizer) if own and own.texts else self.values
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,7 @@ def _prompts(config: DataConfig) -> Iterator[str | None]:
             yield value if isinstance(value, str) else None
 
 
-def config_sources(config: DataConfig, *, head: bool = True) -> tuple[Source, ...]:
+def config_sources(config: DataConfig, *, head: bool = True) -> tuple[DataSource, ...]:
     """Every source that the options name, training data first.
 
     With a tail training sources are their first rows, unless ``head`` is False.
@@ -204,50 +216,48 @@ def parse_row(raw: RawRow, options: RowOptions = DEFAULT_OPTIONS) -> ParsedRow:
     """
     if raw.problem is not None:
         raise RowError(raw.location, raw.problem)
-    read = () if options.media is None else IMAGES
     try:
-        values = rename(raw.values, options.columns) if options.columns else raw.values
-        _check_media(values, read)
-        # Files with rows of several types have null in the columns of the other types.
-        values = {name: value for name, value in values.items() if value is not None}
-        # A cell of a CSV file that is empty is text.
-        if options.unpaired == "all" or values.get("label") == "":
-            values.pop("label", None)
-        values, layout = to_canonical(values)
+        return _checked_row(raw, options)
     except EmptyTextError as error:
         raise EmptyRowError(raw.location, str(error)) from error
     except ValueError as error:
         raise RowError(raw.location, str(error)) from error
     except RecursionError:
         raise RowError(raw.location, TOO_DEEP) from None
-    kind = classify(values, raw.location)
-    fields = {
-        "text": ("text",),
-        "conversation": ("messages",),
-        "prompt-completion": ("prompt", "completion"),
-        "unpaired preference": ("prompt", "completion"),
-        "preference": ("prompt", "chosen", "rejected"),
-        "prompt": ("prompt",),
-    }
-    values = _with_media(values, fields[kind], raw.location, options.media)
+
+
+def _checked_row(raw: RawRow, options: RowOptions) -> ParsedRow:
+    read = () if options.media is None else IMAGES
+    values = rename(raw.values, options.columns) if options.columns else raw.values
+    _check_media(values, read)
+    # Files with rows of several types have null in the columns of the other types.
+    values = {name: value for name, value in values.items() if value is not None}
+    # A cell of a CSV file that is empty is text.
+    if options.unpaired == "all" or values.get("label") == "":
+        values.pop("label", None)
+    values, layout = to_canonical(values)
+    kind = classify(values)
+    if options.media is not None:
+        present = [name for name in FIELDS[kind] if name in values]
+        values = options.media.row(values, present, _folder(raw.location.rpartition(":")[0]))
     if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
         return row
-    present = [name for name in fields[kind] if name in values]
+    present = [name for name in FIELDS[kind] if name in values]
     for name in present:
-        _check_field(raw.location, name, values[name], kind, read)
+        _check_field(name, values[name], kind, read)
     if len({isinstance(values[name], str) for name in present}) > 1:
-        raise RowError(raw.location, f"{present} must be all texts or all message lists")
+        raise ValueError(f"{present} must be all texts or all message lists")
     if "label" in values and (good := flag(values["label"])) is not None:
         values = {**values, "label": good}
     return ParsedRow(raw.location, kind, values, layout)
 
 
-def classify(values: dict[str, Any], location: str) -> RowType:
+def classify(values: Mapping[str, object]) -> RowType:
     """The type of a row by its columns, the richest that fits."""
     has = values.keys()
     if has & {"chosen", "rejected"}:
         if missing := {"chosen", "rejected"} - has:
-            raise RowError(location, f"row lacks {sorted(missing)[0]!r}; it has {sorted(has)}")
+            raise ValueError(f"row lacks {sorted(missing)[0]!r}; it has {sorted(has)}")
         return "preference"
     if "messages" in has:
         return "conversation"
@@ -258,8 +268,8 @@ def classify(values: dict[str, Any], location: str) -> RowType:
     if "prompt" in has:
         return "prompt"
     if "completion" in has:
-        raise RowError(location, f"row lacks 'prompt'; it has {sorted(has)}")
-    raise RowError(location, f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
+        raise ValueError(f"row lacks 'prompt'; it has {sorted(has)}")
+    raise ValueError(f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
 
 
 def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -333,18 +343,6 @@ def is_learnt(row: ParsedRow, kind: DataKind) -> bool:
     return not (unpaired and row.values["label"] is False)
 
 
-def _with_media(
-    values: dict[str, Any], fields: Sequence[str], location: str, media: MediaReader | None
-) -> dict[str, Any]:
-    present, file = [name for name in fields if name in values], location.rpartition(":")[0]
-    try:
-        return values if media is None else media.row(values, present, _folder(file))
-    except ValueError as error:
-        raise RowError(location, str(error)) from error
-    except RecursionError:
-        raise RowError(location, TOO_DEEP) from None
-
-
 @cache
 def _folder(file: str) -> Path:
     """The folder of a file of rows; that of the process for rows from elsewhere."""
@@ -366,19 +364,15 @@ def _check_media(values: Mapping[str, Any], read: Sequence[str]) -> None:
             raise ValueError(f"a text has {sign}, and `{name}` is empty{reason}")
 
 
-def _check_field(location: str, name: str, value: object, kind: str, read: Sequence[str]) -> None:
-    if isinstance(value, str) and name != "messages":
-        if not value.strip():
-            raise EmptyRowError(location, f"`{name}` is empty")
-        return
-    if not isinstance(value, list) or kind == "text":
+def _check_field(name: str, value: object, kind: str, read: Sequence[str]) -> None:
+    is_text = isinstance(value, str) and name != "messages"
+    if not is_text and (not isinstance(value, list) or kind == "text"):
         wanted = {"messages": "a message list", "text": "text"}
-        raise RowError(
-            location,
+        raise ValueError(
             f"`{name}` must be {wanted.get(name, 'text or a message list')}, "
-            f"found {type(value).__name__}",
+            f"found {type(value).__name__}"
         )
-    if not value:
-        raise EmptyRowError(location, f"`{name}` is empty")
-    for number, message in enumerate(value, start=1):
-        check_message(location, f"`{name}` item {number}", message, read[1:])  # a part is one
+    if not (value.strip() if isinstance(value, str) else value):
+        raise EmptyTextError(f"`{name}` is empty")
+    for number, message in enumerate(value if isinstance(value, list) else (), start=1):
+        check_message(f"`{name}` item {number}", message, read[1:])  # a part is one

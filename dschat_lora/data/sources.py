@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from dschat_lora.config.addons import provided
 from dschat_lora.config.files import read_json
@@ -46,8 +46,15 @@ class StreamError(ValueError):
     """Data that could not be read on while training."""
 
 
+class Tail(Protocol):
+    """Reads a source on behind its first rows."""
+
+    def hub_rows(self, source: "DataSource") -> Iterable[Mapping[str, Any]]:
+        """Rows of a hub data set that are not downloaded first."""
+
+
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One entry of ``--data_path``: its files, or the hub data set it names."""
 
     option: str  # the flag it was given to, without dashes
@@ -57,7 +64,7 @@ class Source:
     rows: Iterable[Mapping[str, Any]] | None = None  # of a Python program
     weight: float | None = None  # its share of a mixture, before all of them are made to sum to 1
     most: int | None = None  # rows that are read of it, the first ones
-    tail: Any = None  # what reads it on behind its first rows, where it may be too large
+    tail: Tail | None = None  # where it may be too large
 
     @property
     def hub_name(self) -> str | None:
@@ -76,7 +83,7 @@ class Source:
         return name, rest[0] if len(rest) == 2 else None, split
 
 
-def find_source(option: str, entry: str, split: str | None = None) -> Source:
+def find_source(option: str, entry: str, split: str | None = None) -> DataSource:
     """The files behind ``entry``, or ``entry`` as a hub name.
 
     A hub name is ``org/name``, ``org/name:split`` or ``org/name:config:split``. ``split`` is that
@@ -91,30 +98,30 @@ def find_source(option: str, entry: str, split: str | None = None) -> Source:
     if is_held(entry):
         _check_no_split(label, "rows in memory", split)
         rows = cast(Iterable[Mapping[str, Any]], held_object(entry, option))
-        return Source(option, entry, (), rows=rows)
+        return DataSource(option, entry, (), rows=rows)
     before, colon, own = entry.rpartition(":")
     if colon and not path.exists() and Path(before).expanduser().is_dir():
         _check_one_split(label, own, split)
-        return Source(option, entry, files_of_directory(label, Path(before).expanduser(), own))
+        return DataSource(option, entry, files_of_directory(label, Path(before).expanduser(), own))
     if path.is_dir():
-        return Source(option, entry, files_of_directory(label, path, split))
+        return DataSource(option, entry, files_of_directory(label, path, split))
     if path.is_file():
-        return Source(option, entry, (_checked_file(label, path, split),))
+        return DataSource(option, entry, (_checked_file(label, path, split),))
     if path.exists():  # a pipe would be waited for, and a device has no end
         raise ValueError(f"{label} is no regular file; give a file ({data_files()})")
     if any(sign in entry for sign in "*?["):
-        return Source(option, entry, _files_of_pattern(label, path, split))
+        return DataSource(option, entry, _files_of_pattern(label, path, split))
     # In a local directory a hub name was hardly meant.
     is_local = path.is_absolute() or path.parts[0] in (".", "..", "~") or path.parent.is_dir()
     if data_suffix(path) is None and HUB_NAME.fullmatch(entry) and not is_local:
         _check_one_split(label, own if colon else None, split)
-        return Source(option, entry, (), split)
-    found = f"nor does the directory {path.parent}"
+        return DataSource(option, entry, (), split)
+    nearby = f"nor does the directory {path.parent}"
     if path.parent.is_dir():
         names = sorted(child.name for child in path.parent.iterdir() if data_suffix(child))
-        found = f"in {path.parent}: {', '.join(names[:5]) or 'no data file'}"
+        nearby = f"in {path.parent}: {', '.join(names[:5]) or 'no data file'}"
     raise ValueError(
-        f"{label} does not exist ({found}); give a file ({data_files()}), a directory of "
+        f"{label} does not exist ({nearby}); give a file ({data_files()}), a directory of "
         "them, a pattern such as 'data/*.jsonl', or a hub name such as org/name"
     )
 
@@ -133,10 +140,10 @@ def _checked_file(label: str, path: Path, split: str | None) -> Path:
 
 def _files_of_pattern(label: str, pattern: Path, split: str | None) -> tuple[Path, ...]:
     _check_no_split(label, "a pattern", split)
-    found = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
-    files = _data_files(found)
+    matches = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
+    files = _data_files(matches)
     if not files:
-        what = ", ".join(path.name for path in found[:5]) or "nothing"
+        what = ", ".join(path.name for path in matches[:5]) or "nothing"
         raise ValueError(f"{label} matches no data file ({data_files()}), but {what}")
     return files
 
@@ -206,9 +213,9 @@ def files_of_directory(label: str, directory: Path, split: str | None) -> tuple[
     if below and (not files or kind_of_file(below[0]) != ".txt"):
         return _files_of_split(label, directory, below, split)
     if not files:
-        found = ", ".join(path.name for path in names[:5]) or "nothing"
+        held = ", ".join(path.name for path in names[:5]) or "nothing"
         raise ValueError(
-            f"{label} is a directory without a data file; it holds {found}; files may be "
+            f"{label} is a directory without a data file; it holds {held}; files may be "
             f"{data_files()}"
         )
     if split is None and not any(SHARD.match(path.name) for path in files):
@@ -245,14 +252,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _walk(directory: Path) -> list[Path]:
     """Files below a directory that are not hidden, in the order of their names."""
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(directory):
         # Of the directory itself it is one level below the one that the user named.
         depth = len(Path(folder).relative_to(directory).parts) + 1
         visible = sorted(name for name in folders if not name.startswith("."))
         folders[:] = visible if depth < MAX_DEPTH else []
-        found += [Path(folder) / name for name in sorted(names) if not name.startswith(".")]
-    return found
+        files += [Path(folder) / name for name in sorted(names) if not name.startswith(".")]
+    return files
 
 
 def _files_of_split(
@@ -263,8 +270,8 @@ def _files_of_split(
     taken = tuple(path for path in files if splits[path] == chosen)
     folders = sorted({path.parent for path in taken if SHARD.match(path.name)})
     if len(folders) > 1:
-        found = ", ".join(str(folder.relative_to(directory)) for folder in folders[:5])
-        raise ValueError(f"{label} holds several data sets: {found}; name one of these directories")
+        sets = ", ".join(str(folder.relative_to(directory)) for folder in folders[:5])
+        raise ValueError(f"{label} holds several data sets: {sets}; name one of these directories")
     return taken
 
 

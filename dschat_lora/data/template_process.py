@@ -88,8 +88,8 @@ class TemplateProcess:
                     process.communicate()
                     self._process = None
             if self._process is not None:
-                found: dict[str, Any] = json.loads(reply)
-                return found
+                answer: dict[str, Any] = json.loads(reply)
+                return answer
             if process.returncode == -signal.SIGPROF:
                 return {}
         return {"error": f"the process that renders it ended with {process.returncode}"}

@@ -47,9 +47,7 @@ BUILT_IN_TEMPLATE = r"""
 """
 
 
-def render_built_in(
-    messages: Sequence[Message], eos_text: str, *, add_generation_prompt: bool
-) -> str | None:
+def render_built_in(messages: Sequence[Message], eos_text: str, *, asks: bool) -> str | None:
     """As ``BUILT_IN_TEMPLATE``, in a tenth of the time; None for messages that need more of it."""
     text = ""
     for message in messages:
@@ -58,7 +56,7 @@ def render_built_in(
             return None
         heading, ends = turn
         text += heading + content + (eos_text if ends else "")
-    return text + ASSISTANT if add_generation_prompt else text
+    return text + ASSISTANT if asks else text
 
 
 def read_chat_template(path: str) -> str:
@@ -84,10 +82,9 @@ def read_chat_template(path: str) -> str:
         text = read_text(Path(path).expanduser(), most=MOST_TYPED_BYTES)
     except UnicodeDecodeError as error:
         raise ValueError(f"--chat_template {path} is not UTF-8 text") from error
-    except ValueError as error:
-        raise ValueError(f"--chat_template {path} cannot be read: {error}") from error
-    except OSError as error:
-        raise ValueError(f"--chat_template {path} cannot be read: {error.strerror}") from error
+    except (ValueError, OSError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ValueError(f"--chat_template {path} cannot be read: {reason}") from error
     try:
         parser = jinja2.Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
         variables = find_undeclared_variables(parser.parse(text))
@@ -135,10 +132,8 @@ def probe_template(
         except ValueError:
             return ""
 
-    def asks(content: object) -> str:
-        return rendered({"role": "user", "content": content})
-
-    plain, by_part = asks(PROBE), asks([{"type": "text", "text": PROBE}])
+    part = {"type": "text", "text": PROBE}
+    plain, by_part = (rendered({"role": "user", "content": each}) for each in (PROBE, [part]))
     takes_text = PROBE in plain
     # Some write a list out as it is.
     takes_parts = PROBE in by_part and (not takes_text or by_part == plain)
@@ -147,12 +142,11 @@ def probe_template(
         {"role": role, "content": [{"type": "text", "text": text}] if by_parts else text}
         for role, text in (("user", "?"), ("assistant", PROBE), ("assistant", ""))
     )
-    calls, values = dict[tuple[str, bool], Message](), {"x": PROBE}
-    for form, given in (("object", values), ("text", json.dumps(values, ensure_ascii=False))):
-        call = {"type": "function", "function": {"name": "f", "arguments": given}}
-        for content in ({}, silent):
-            said = {**content, "role": "assistant", "tool_calls": [call]}
-            calls[form, bool(content)] = said
+    calls = {
+        (form, bool(content)): {**content, **_calling(given)}
+        for form, given in (("object", {"x": PROBE}), ("text", f'{{"x": "{PROBE}"}}'))
+        for content in ({}, silent)
+    }
     texts = {key: rendered(question, said) for key, said in calls.items()}
     # Not where arguments were written as a text in quotes, their own ones escaped.
     good = {
@@ -160,18 +154,15 @@ def probe_template(
         for key, text in texts.items()
         if (at := text.rfind(PROBE)) >= 0 and '\\"' not in text[max(0, at - 2) : at + 3]
     }
-    forms = {form for form, _ in good}
 
     def writes(role: str) -> bool:
         said = {**question, "role": role, "content": answer["content"]}
         if role in SAME_ROLES[0]:
             return PROBE in rendered(said, question)
         form, has_content = min(good, default=("object", True))
-        given = {"x": "1"} if form == "object" else '{"x": "1"}'
-        call = {"type": "function", "function": {"name": "f", "arguments": given}, "id": CALL_ID}
-        asking = {**(silent if has_content else {}), "role": "assistant", "tool_calls": [call]}
-        result = {**said, "name": "f", "tool_call_id": CALL_ID}
-        return PROBE in rendered(question, asking, result)
+        call = _calling({"x": "1"} if form == "object" else '{"x": "1"}', id=CALL_ID)
+        asking = {**(silent if has_content else {}), **call}
+        return PROBE in rendered(question, asking, {**said, "name": "f", "tool_call_id": CALL_ID})
 
     roles: dict[str, str] = {}
     for names in SAME_ROLES:
@@ -182,21 +173,26 @@ def probe_template(
     header = _unasked_header(last, earlier, rendered(question, ask=True), special)
     first = min(good, default=("", False))
     result = {**question, "role": "tool", "name": "f", "tool_call_id": CALL_ID}
+    thought = find_empty_thought(lambda keys: rendered(question, {**answer, **keys}), "?", PROBE)
     return TemplateFacts(
         takes_text,
         takes_parts,
         takes_no_content=any(not has_content for _, has_content in good),
-        arguments="text" if forms == {"text"} else "object",
+        arguments="text" if {form for form, _ in good} == {"text"} else "object",
         roles=roles,
         header=header,
         after_answer=last.removesuffix(header),
         after_earlier=earlier,
         after_call=_behind(texts.get(first, "")).removesuffix(header),
         after_earlier_call=_behind(rendered(question, calls[first], result)) if good else "",
-        empty_thought=find_empty_thought(
-            lambda keys: rendered(question, {**answer, **keys}), "?", PROBE
-        ),
+        empty_thought=thought,
     )
+
+
+def _calling(given: object, **keys: str) -> Message:
+    """A message that calls a function; ``keys`` are further ones of the call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": given}, **keys}
+    return {"role": "assistant", "tool_calls": [call]}
 
 
 def _unasked_header(last: str, earlier: str, asked: str, special: Collection[str]) -> str:

@@ -11,7 +11,7 @@ from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.data import Overlong
 from dschat_lora.data.chat import Span
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.media import FIRST_ID, Run, has_media, with_runs
+from dschat_lora.data.media import FIRST_ID, MediaRun, has_media, with_runs
 from dschat_lora.data.records import TextRecord
 from dschat_lora.data.rows import DataKind, shared_length
 from dschat_lora.data.samples import (
@@ -230,7 +230,7 @@ def ended(ids: list[int], eos_id: int) -> list[int]:
 
 
 def _pieces(
-    spans: Sequence[Span], prefixes: Sequence[list[int]], encoder: Encoder, runs: Sequence[Run]
+    spans: Sequence[Span], prefixes: Sequence[list[int]], encoder: Encoder, runs: Sequence[MediaRun]
 ) -> list[list[int]]:
     """Tokens of each span, from the tokens of the text up to the end of each span."""
     pieces = [prefixes[0]]

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from json import JSONDecodeError, JSONDecoder
 from typing import Any, NamedTuple
 
 
@@ -64,20 +63,17 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
         calls = list(_of_mistral(rest.replace(_MISTRAL, " ")))
         return (before.strip(), calls) if calls else (text, [])
     for pattern, read in ((_HARMONY, _of_harmony), (_HERMES, _of_hermes), (_CODER, _of_coder)):
-        found = [(match, read(*match.groups())) for match in pattern.finditer(text)]
-        calls = [call for _, call in found if call is not None]
+        read_calls = [(match, read(*match.groups())) for match in pattern.finditer(text)]
+        calls = [call for _, call in read_calls if call is not None]
         if calls:
-            for match, call in reversed(found):
+            for match, call in reversed(read_calls):
                 if call is not None:
                     text = text[: match.start()] + text[match.end() :]
             return text.strip(), calls
     bare = text.strip().removeprefix(_PYTHON_TAG).strip()
     while (end := _END.search(bare)) is not None:
         bare = bare[: end.start()].rstrip()
-    try:
-        call = _called(json.loads(bare)) if bare.startswith("{") else None
-    except (ValueError, RecursionError):
-        call = None
+    call = _called(_json(bare))
     return ("", [call]) if call is not None else (text, [])
 
 
@@ -103,64 +99,59 @@ def parse_answer(text: str, *, in_thought: bool = False) -> dict[str, Any]:
     return message
 
 
-def _called(value: Any) -> ToolCall | None:
+def _called(value: object) -> ToolCall | None:
     """The call that an object states, under the names of OpenAI, Hermes or Llama."""
     if not isinstance(value, dict):
         return None
     value = value["function"] if isinstance(value.get("function"), dict) else value
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            return None
+        arguments = _json(arguments or "{}")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return ToolCall(name, arguments)
 
 
-def _of_harmony(name: str, body: str) -> ToolCall | None:
+def _json(text: str, otherwise: object = None) -> object:
+    """The value that a text is the JSON of, or else another one."""
     try:
-        return _called({"name": name, "arguments": json.loads(body)})
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return otherwise
+
+
+def _leading_json(text: str, start: int = 0) -> tuple[object, int]:
+    """The value that begins at a place of a text, and its end; None and the place without one."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, start
+
+
+def _of_harmony(name: str, body: str) -> ToolCall | None:
+    return _called({"name": name, "arguments": _json(body)})
 
 
 def _of_hermes(body: str) -> ToolCall | None:
     if coder := _CODER.match(body):
         return _of_coder(*coder.groups())
-    try:
-        value = JSONDecoder().raw_decode(body)[0]
-    except (ValueError, RecursionError):
-        return None
+    value, _ = _leading_json(body)
     return _called({"parameters": {}, **value} if isinstance(value, dict) else None)
 
 
 def _of_coder(name: str, body: str) -> ToolCall | None:
     """Values are JSON where they can be read as such, else text."""
-    arguments: dict[str, Any] = {}
-    for parameter, value in _PARAMETER.findall(body):
-        try:
-            arguments[parameter] = json.loads(value)
-        except (ValueError, RecursionError):
-            arguments[parameter] = value
-    return ToolCall(name, arguments)
+    return ToolCall(name, {key: _json(text, text) for key, text in _PARAMETER.findall(body)})
 
 
 def _of_mistral(text: str) -> Iterator[ToolCall]:
-    text, decode = text.strip(), JSONDecoder().raw_decode
-    if text.startswith("["):
-        try:
-            listed = decode(text)[0]
-        except (JSONDecodeError, RecursionError):
-            return
-        calls = map(_called, listed)
-        yield from (call for call in calls if call is not None)
+    text, start = text.strip(), 0
+    listed, _ = _leading_json(text)
+    if isinstance(listed, list):
+        yield from (call for call in map(_called, listed) if call is not None)
         return
-    start = 0
     while named := _NAMED.match(text, start):
-        try:
-            arguments, start = decode(text, named.end())
-        except (JSONDecodeError, RecursionError):
+        arguments, start = _leading_json(text, named.end())
+        if not isinstance(arguments, dict):
             return
         yield ToolCall(named[1], arguments)

@@ -15,23 +15,22 @@ from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
-from helpers.tiny import write_trained
-from helpers.tiny_models import random_ids, randomise, tiny_model, trained_model
+from helpers.tiny import random_ids, randomise, tiny_model, trained, write_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 OURS = {
-    "opt, default": ("opt", {}),
-    "opt, rslora": ("opt", {"use_rslora": True, "lora_alpha": 5.5}),
-    "opt, embeddings": ("opt", {"target_modules": ("embed_tokens", "q_proj", "lm_head")}),
-    "opt, projections": ("opt", {"lora_module_name": "proj"}),
-    "opt, one layer": ("opt", {"lora_module_name": "layers.1.self_attn"}),
-    "opt, pattern": ("opt", {"target_modules": (r".*\.0\.(fc1|.*q_proj)",)}),
-    "opt, adapted biases": ("opt", {"train_bias": "lora_only"}),
-    "opt, all biases": ("opt", {"train_bias": "all", "target_modules": ("q_proj",)}),
-    "opt, head and norm in full": ("opt", {"modules_to_save": ("lm_head", "fc1")}),
+    "opt, default": ("projected_opt", {}),
+    "opt, rslora": ("projected_opt", {"use_rslora": True, "lora_alpha": 5.5}),
+    "opt, embeddings": ("projected_opt", {"target_modules": ("embed_tokens", "q_proj", "lm_head")}),
+    "opt, projections": ("projected_opt", {"lora_module_name": "proj"}),
+    "opt, one layer": ("projected_opt", {"lora_module_name": "layers.1.self_attn"}),
+    "opt, pattern": ("projected_opt", {"target_modules": (r".*\.0\.(fc1|.*q_proj)",)}),
+    "opt, adapted biases": ("projected_opt", {"train_bias": "lora_only"}),
+    "opt, all biases": ("projected_opt", {"train_bias": "all", "target_modules": ("q_proj",)}),
+    "opt, head and norm in full": ("projected_opt", {"modules_to_save": ("lm_head", "fc1")}),
     "opt, everything": (
-        "opt",
+        "projected_opt",
         {
             "target_modules": ("embed_tokens", "v_proj"),
             "train_bias": "all",
@@ -68,7 +67,7 @@ OURS = {
 @pytest.mark.parametrize(("kind", "options"), OURS.values(), ids=OURS)
 def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path):
     config = LoraConfig(**{"lora_dim": 3, "lora_alpha": 6} | options)
-    model, ids = trained_model(kind, config), random_ids()
+    model, ids = trained(tiny_model(kind), config), random_ids()
     task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
     write_trained(tmp_path / "adapter", model, config, task_type=task)
     # PEFT corrects this one by itself, with a warning; other readers do not.
@@ -91,7 +90,7 @@ PARTS = LoraConfig(lora_dim=3, lora_alpha=5.5, target_modules=("c_attn",), enabl
 
 def write_parts(directory):
     """An adapter of parts of GPT-2's packed projections, and its model."""
-    model = trained_model("gpt2", PARTS)
+    model = trained(tiny_model("gpt2"), PARTS)
     write_trained(directory, model, PARTS)
     return model
 
@@ -103,7 +102,7 @@ def test_an_adapter_of_parts_goes_on_as_one(tmp_path):
     assert stored.enable_lora == ("q", "v")
     adapter = read_adapter(tmp_path / "adapter")
     assert (adapter.config.r, adapter.config.lora_alpha) == (3, 5.5)
-    assert {tuple(t.shape) for t in adapter.tensors.values()} == {(6, 16), (32, 3)}
+    assert {tuple(t.shape) for t in adapter.tensors.values()} == {(6, 32), (64, 3)}
     fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"]) == (6, 11)
 
@@ -136,7 +135,7 @@ def test_an_adapter_of_parts_with_values_between_them_is_refused(tmp_path):
         metadata = file.metadata()
     tensors = load_file(path)
     key = "base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"
-    tensors[key][20, 1] = 0.1  # of k
+    tensors[key][40, 1] = 0.1  # of k
     save_file(tensors, path, metadata)
     write_manifest(tmp_path / "adapter", kind="adapter")
     message = r"transformer.h.1.attn.c_attn.lora_B: values other than zero stand outside the blocks"
@@ -150,7 +149,7 @@ def test_an_adapter_of_parts_with_values_between_them_is_refused(tmp_path):
 
 def test_parameters_that_begin_anew_are_left_as_they_are(tmp_path):
     config = LoraConfig(lora_dim=2, modules_to_save=("score",))
-    model = trained_model("reward", config)
+    model = trained(tiny_model("reward"), config)
     tensors = {name: p.detach() for name, p in adapter_parameters(model).items()}
     tensors["score.trained.weight"] = torch.ones(3, 16)  # of another task
     layout = adapter_layout(model)
@@ -166,19 +165,22 @@ def test_parameters_that_begin_anew_are_left_as_they_are(tmp_path):
 
 
 THEIRS = {
-    "opt, all linear": ("opt", {"target_modules": "all-linear"}),
-    "opt, rslora": ("opt", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
-    "opt, embeddings": ("opt", {"target_modules": ["embed_tokens", "fc1"]}),
-    "opt, adapted biases": ("opt", {"target_modules": ["q_proj"], "bias": "lora_only"}),
+    "opt, all linear": ("projected_opt", {"target_modules": "all-linear"}),
+    "opt, rslora": ("projected_opt", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
+    "opt, embeddings": ("projected_opt", {"target_modules": ["embed_tokens", "fc1"]}),
+    "opt, adapted biases": ("projected_opt", {"target_modules": ["q_proj"], "bias": "lora_only"}),
     "opt, everything": (
-        "opt",
+        "projected_opt",
         {
             "target_modules": ["q_proj", "embed_tokens"],
             "bias": "all",
             "modules_to_save": ["project_in"],
         },
     ),
-    "opt, some layers": ("opt", {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    "opt, some layers": (
+        "projected_opt",
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    ),
     "llama, pattern": ("llama", {"target_modules": r".*\.1\..*_proj"}),
     "llama, no bias to train": ("llama", {"target_modules": ["q_proj"], "bias": "all"}),
     "llama, in full": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
@@ -223,15 +225,15 @@ def test_all_linear_adapts_what_peft_adapts(kind, tmp_path):
 
 
 def test_all_linear_leaves_projections_around_the_blocks_of_opt_alone():
-    model = tiny_model("opt")
+    model = tiny_model("projected_opt")
     names = apply_lora(model, LoraConfig(lora_dim=3), seed=0)
     assert len(names) == 2 * 6
     assert all(name.startswith("model.decoder.layers.") for name in names)
 
 
 def test_resized_embedding_in_a_peft_adapter_is_refused(tmp_path):
-    peft_adapter("opt", {"target_modules": ["embed_tokens"]}, tmp_path)
-    model = tiny_model("opt")
+    peft_adapter("projected_opt", {"target_modules": ["embed_tokens"]}, tmp_path)
+    model = tiny_model("projected_opt")
     apply_lora(model, lora_config_of(tmp_path), seed=0)
     with torch.no_grad():
         model.model.decoder.embed_tokens.weight[3] += 1
@@ -249,13 +251,15 @@ def test_resized_embedding_in_a_peft_adapter_is_refused(tmp_path):
     ],
 )
 def test_variants_of_lora_are_refused_by_name(options, message, tmp_path):
-    peft_adapter("opt", {"target_modules": ["q_proj"]} | options, tmp_path)
+    peft_adapter("projected_opt", {"target_modules": ["q_proj"]} | options, tmp_path)
     with pytest.raises(ValueError, match=message):
         lora_config_of(tmp_path)
 
 
 def test_other_methods_of_peft_are_refused(tmp_path):
-    model = peft.get_peft_model(tiny_model("opt"), peft.LoHaConfig(target_modules=["q_proj"]))
+    model = peft.get_peft_model(
+        tiny_model("projected_opt"), peft.LoHaConfig(target_modules=["q_proj"])
+    )
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="peft_type 'LOHA' is not supported"):
         lora_config_of(tmp_path)
@@ -263,17 +267,17 @@ def test_other_methods_of_peft_are_refused(tmp_path):
 
 def test_half_precision_adapter_is_read_as_fp32(tmp_path):
     theirs = peft.get_peft_model(
-        tiny_model("opt"), peft.LoraConfig(r=3, target_modules=["q_proj"])
+        tiny_model("projected_opt"), peft.LoraConfig(r=3, target_modules=["q_proj"])
     ).half()
     theirs.save_pretrained(tmp_path)
     assert {t.dtype for t in read_adapter(tmp_path).tensors.values()} == {torch.float32}
-    model = tiny_model("opt")
+    model = tiny_model("projected_opt")
     apply_lora(model, lora_config_of(tmp_path), seed=0)
     load_adapter(model, tmp_path)
     assert all(layer.lora_A.dtype == torch.float32 for layer in lora_layers(model).values())
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama"])
+@pytest.mark.parametrize("kind", ["projected_opt", "llama"])
 def test_adapter_saved_anew_by_peft_is_read_once_its_old_manifest_is_deleted(kind, tmp_path):
     config, directory = LoraConfig(lora_dim=3, lora_alpha=6), tmp_path / "adapter"
     model = tiny_model(kind)

@@ -14,8 +14,7 @@ from dschat_lora.config.groups import OWN_SETTINGS, LoraConfig
 from dschat_lora.lora.merge import merged_state_dict
 from dschat_lora.lora.model import apply_lora, lora_layers
 from dschat_lora.lora.targets import matching_key
-from helpers.tiny import write_trained
-from helpers.tiny_models import random_ids, randomise, tiny_model
+from helpers.tiny import random_ids, randomise, tiny_model, write_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -26,7 +25,7 @@ PATTERNS = {
         "rank_pattern": {r".*\.0\..*_proj": 2, "layers.1.mlp.down_proj": 1, "q_proj": 5},
         "alpha_pattern": {"^model.layers.0.self_attn.q_proj": 11, "v_proj|o_proj": 0.5},
     },
-    "opt": {
+    "projected_opt": {
         "target_modules": ["embed_tokens", "fc1", "q_proj"],
         "rank_pattern": {"embed_tokens": 2, "fc1": 6},
         "alpha_pattern": {"embed_tokens": 1, "fc1": 9},
@@ -97,7 +96,7 @@ def test_an_adapter_of_another_pattern_does_not_fit(tmp_path):
     model = tiny_model("llama")
     apply_lora(model, LoraConfig(lora_dim=3, lora_alpha=7), seed=0)
     with pytest.raises(
-        ValueError, match=r"down_proj\.lora_A is \(2, 24\), the model has \(3, 24\)"
+        ValueError, match=r"down_proj\.lora_A is \(2, 48\), the model has \(3, 48\)"
     ):
         load_adapter(model, tmp_path)
     fields = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -134,7 +133,7 @@ def test_a_key_that_cannot_be_matched_is_refused():
 
 
 def test_the_model_card_names_ranks_and_alphas(tmp_path):
-    of_peft("opt", tmp_path)
+    of_peft("projected_opt", tmp_path)
     card = model_card(
         read_adapter_config(tmp_path), title="t", data={}, metrics={}, versions={}, training=None
     )

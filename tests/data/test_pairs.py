@@ -1,7 +1,6 @@
 """Pairs from their rows to tensors: tokens, store, counts and layouts by hand."""
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,7 @@ from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, to_records
-from dschat_lora.data.rows import check_sources, parse_row, require_usable
+from dschat_lora.data.rows import check_sources, parse_row
 from dschat_lora.data.samples import PairSample, TokenSet, write_samples
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from helpers.pairs import Answers, ragged_pairs, with_a_prefix
@@ -390,25 +389,6 @@ def test_a_row_with_one_of_two_answers_is_refused_with_its_place(prepared, missi
     del row[missing]
     with pytest.raises(RowError, match=rf"train\.jsonl:1: row lacks '{missing}'"):
         prepared([row])
-
-
-def record_of(values):
-    row = require_usable(parse_row(RawRow("f:7", values)), "pairs")
-    return to_records(row, Chat(None, ""))[0]
-
-
-@pytest.mark.parametrize(
-    ("margin", "kept"), [(2, 2.0), (-0.5, -0.5), (None, None), ("1.5", 1.5), ("", None)]
-)
-def test_margin_is_any_number_or_the_text_of_one(margin, kept):
-    assert record_of(preference("a", "b", "c", margin=margin)).margin == kept
-
-
-@pytest.mark.parametrize("margin", ["much", True, [1], math.nan, math.inf])
-def test_margin_that_is_no_finite_number_is_refused_with_its_place(margin):
-    found = re.escape(repr(margin))
-    with pytest.raises(RowError, match=f"f:7: `margin` must be a finite number, found {found}"):
-        record_of(preference("a", "b", "c", margin=margin))
 
 
 # Batches

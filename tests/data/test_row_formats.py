@@ -12,7 +12,7 @@ from dschat_lora.data import row_formats
 from dschat_lora.data.readers import iter_file, iter_rows
 from dschat_lora.data.row_formats import RowFormat, format_files
 from dschat_lora.data.rows import parse_row
-from dschat_lora.data.sources import Source
+from dschat_lora.data.sources import DataSource
 
 
 def tab_rows(line):
@@ -53,7 +53,6 @@ def provide(monkeypatch):
 
     def forget():
         row_formats.row_formats.cache_clear()
-        row_formats._claims.cache_clear()
 
     yield install
     forget()
@@ -98,7 +97,7 @@ def test_a_format_of_rows_makes_one_of_each_wherever_it_is(provide, tmp_path, ki
     provide(translation="SourceAndTarget")
     value, path = {"src": ["a"], "tgt": ["A"]}, tmp_path / f"pairs.{kind}"
     if kind == "memory":
-        rows = list(iter_rows(Source("data_path", "rows", (), rows=[value])))
+        rows = list(iter_rows(DataSource("data_path", "rows", (), rows=[value])))
     elif kind == "parquet":
         pyarrow.parquet.write_table(pa.Table.from_pylist([value]), path)
         rows = list(iter_file(path))

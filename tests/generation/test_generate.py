@@ -7,12 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -115,29 +109,7 @@ def test_any_of_several_tokens_ends_an_answer():
 
 
 def sliding(name, attention):
-    shape = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "sliding_window": 4,
-        "pad_token_id": 0,
-        "attn_implementation": attention,
-    }
-    torch.manual_seed(0)
-    if name == "mistral":
-        model = MistralForCausalLM(MistralConfig(**shape)).eval()
-    else:
-        kinds = ["sliding_attention", "full_attention"]
-        config = Gemma3TextConfig(**shape, head_dim=8, layer_types=kinds)
-        model = Gemma3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
-    return model
+    return tiny_model(name, attention, scale=0.2, vocab_size=40, sliding_window=4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"] if ALL else ["sdpa"])
@@ -161,12 +133,7 @@ def plainly(model, prompt, steps):
 
 
 def test_a_model_without_position_ids_is_computed_the_slow_way():
-    torch.manual_seed(0)
-    config = BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)
-    model = BloomForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
+    model = tiny_model("bloom", None, scale=0.2, vocab_size=40)
     assert not takes_cache(model)
     expected = [plainly(model, prompt, 12) for prompt in PROMPTS]
     found = run(model, PROMPTS, GREEDY, seeds=[[1, 2]] * len(PROMPTS))

@@ -4,22 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from dschat_lora.generation.greedy import greedy_decode
+from helpers.tiny import tiny_model
 
 PAD, EOS = 1, 2
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
 
 
 def tiny(name):
-    torch.manual_seed(0)
-    shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ids = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
-    if name == "opt":
-        more = {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.0}
-        return OPTForCausalLM(OPTConfig(**shape, **ids, **more, max_position_embeddings=64)).eval()
-    return LlamaForCausalLM(LlamaConfig(**shape, **ids, intermediate_size=32)).eval()
+    return tiny_model(name, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
 
 
 def greedy(model, prompt, steps):

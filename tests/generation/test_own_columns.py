@@ -2,16 +2,6 @@
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from dschat_lora.generation import kv_cache
 from dschat_lora.generation.generate import Decoder, check_cache
@@ -22,7 +12,7 @@ from dschat_lora.kernels.attention import OwnColumns
 from generation.test_generate import adapted, sliding
 from helpers.spread import ALL
 from helpers.tape import Tape
-from helpers.tiny import SHAPE, tiny_model
+from helpers.tiny import tiny_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], list(range(3, 20))]
@@ -31,10 +21,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11], list(range(3, 20))]
 def windowed():
     """Qwen2 whose second layer has a window."""
     kinds = ["full_attention", "sliding_attention"]
-    options = {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen2ForCausalLM(Qwen2Config(initializer_range=0.3, **options, **SHAPE)).eval()
+    return tiny_model("qwen2", use_sliding_window=True, sliding_window=5, layer_types=kinds)
 
 
 MODELS = {
@@ -146,17 +133,15 @@ def test_kernels_say_the_same(kind, columns):
 
 
 def biased():
-    return BloomForCausalLM(BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=40)).eval()
+    return tiny_model("bloom", None)
 
 
 def capped():
-    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    return Gemma2ForCausalLM(Gemma2Config(head_dim=8, **kinds, **SHAPE)).eval()
+    return tiny_model("gemma2", None, sliding_window=4)
 
 
 def with_sinks():
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    return GptOssForCausalLM(GptOssConfig(head_dim=8, **experts, **SHAPE)).eval()
+    return tiny_model("gpt_oss", None)
 
 
 @pytest.mark.parametrize(

@@ -5,31 +5,20 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from dschat_lora.generation.prefix_cache import MIN_PREFIX
 from dschat_lora.generation.slots import SlotCache, SlotRows
 from dschat_lora.models.loading import share_parameters
 from helpers.addons import of_addon
 from helpers.rounding import assert_same_sums
-from helpers.tiny import SHAPE, VOCAB, adapted, tiny_model
-from helpers.unusual import unusual_model
+from helpers.tiny import VOCAB, adapted, tiny_model, unusual_model
 
 CPU = torch.device("cpu")
 MIXED = of_addon("serving.mixed")
 
 
 def sliding_model():
-    config = Gemma3TextConfig(
-        **SHAPE,
-        head_dim=8,
-        initializer_range=0.3,
-        sliding_window=5,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Gemma3ForCausalLM(config).eval()
+    return tiny_model("gemma3", sliding_window=5)
 
 
 class Served:
@@ -295,12 +284,8 @@ def stretched_model(kind):
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
         rope["original_max_position_embeddings"] = 28
-    sizes = SHAPE | {"max_position_embeddings": 28 if kind == "dynamic" else 64}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(
-            LlamaConfig(**sizes, initializer_range=0.3, rope_parameters=rope)
-        ).eval()
+    longest = 28 if kind == "dynamic" else 64
+    return tiny_model("llama", rope_parameters=rope, max_position_embeddings=longest)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "lfm2", "qwen3_5_text"])

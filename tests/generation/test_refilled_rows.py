@@ -6,7 +6,6 @@ import torch
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
-from generation.test_slots import SLIDING
 from helpers.spread import ALL
 from helpers.tape import Tape
 from helpers.tiny import KINDS, adapted, tiny_model
@@ -50,15 +49,13 @@ def test_texts_and_logprobs_are_those_of_one_batch(kind, options):
 
 
 @pytest.mark.parametrize("poll", [1, 3, 16] if ALL else [3])
-@pytest.mark.parametrize("kind", [*KINDS, *SLIDING] if ALL else ["llama"])
+@pytest.mark.parametrize("kind", [*KINDS, "mistral", "gemma3"] if ALL else ["llama"])
 def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(kind, poll, monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.slots.COLUMN_BUCKET", 8)
     monkeypatch.setattr("dschat_lora.generation.slots.READ_TOKENS", 32)  # in several passes
     monkeypatch.setattr("dschat_lora.generation.slots.MOVED_ROWS", 2)
     monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", poll)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = SLIDING[kind]().eval() if kind in SLIDING else adapted(tiny_model(kind), 0)
+    model = adapted(tiny_model(kind), 0)
     tapes, options = [], {"temperature": 0.7}
     record = lambda step: tapes.append(Tape(step)) or tapes[-1]  # noqa: E731
     decoder, found = drawn(model, options, record=record, rows=5, refill_share=0.4)
@@ -142,11 +139,9 @@ def again(decoder, seeds, options):
     return decoder(PROMPTS, sampling, seeds=seeds, limits=LIMITS, keep_logprobs=True)
 
 
-@pytest.mark.parametrize("kind", SLIDING)
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 def test_rows_of_a_sliding_window_are_refilled(kind):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = SLIDING[kind]().eval()
+    model = tiny_model(kind, sliding_window=4)
     same(static(model, {"temperature": 0.3}), drawn(model, {"temperature": 0.3})[1])
 
 

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
@@ -44,22 +43,7 @@ def test_a_long_sequence_beside_a_short_one_needs_no_positions_that_the_model_la
 
 
 def sliding_model(attention):
-    config = Gemma3TextConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=5,
-        layer_types=["sliding_attention", "full_attention"],
-        max_position_embeddings=64,
-        attn_implementation=attention,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Gemma3ForCausalLM(config).eval()
+    return tiny_model("gemma3", attention, sliding_window=5)
 
 
 MODELS = {

@@ -13,11 +13,11 @@ from dschat_lora.generation.slots import SlotRows
 from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from helpers.spread import ALL
-from helpers.unusual import CONFIGS, FEW, UNCACHED, VOCAB, unusual_model
+from helpers.tiny import FEW, UNCACHED, UNUSUAL, VOCAB, unusual_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13, 14, 15], [3], [17, 4, 20]]
-KINDS = CONFIGS if ALL else (*FEW, "diffllama")
+KINDS = UNUSUAL if ALL else (*FEW, "diffllama")
 
 
 def trainers_logprobs(model, prompt, answer):

@@ -33,7 +33,7 @@ _FURTHER = {
     ),
     16: (
         *("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "mamba_d_head"),
-        *("mamba_d_state", "state_size", "ssm_state_size", "mamba_head_dim", "head_dim"),
+        *("mamba_d_state", "state_size", "ssm_state_size", "mamba_head_dim"),
     ),
     32: (
         *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
@@ -125,7 +125,6 @@ _OTHERS = {
     },
     "modernbert-decoder": {"bos_token_id": 3, "local_attention": 8, "layer_types": _SLIDING},
     "nemotron_h": {"layer_types": [_LINEAR, "moe", _FULL, "mlp"], "num_hidden_layers": 4},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "qwen4_exp_text": {
         **{
             "ple_layer_ids": [1],
@@ -152,20 +151,31 @@ _OTHERS = {
 }
 
 
-def tiny_config(kind, **others):
+def tiny_config(kind, size=SIZE, **others):
     """The configuration of a type, which gets what it knows of the sizes, and ``others``."""
     default = AutoConfig.for_model(kind)
-    kinds = dict.fromkeys(vars(default).get("layer_types") or ())
+    fields = vars(default)
     known = {name: value for value, names in _FURTHER.items() for name in names}
-    if "kv_lora_rank" in vars(default):
+    asked = size | others
+    known["word_embed_proj_dim"] = asked["hidden_size"]
+    known["ffn_dim"] = asked["intermediate_size"]
+    known["head_dim"] = asked["hidden_size"] // asked["num_attention_heads"]
+    if "kv_lora_rank" in fields:
         known |= _LATENT
-    if vars(default).get("sliding_window") is None:
+    if fields.get("sliding_window") is None:
         del known["sliding_window"]
+    names = {*fields, *default.attribute_map, "num_hidden_layers", "pad_token_id"}
     # What is no variable follows from others.
-    sizes = SIZE | {n: v for n, v in known.items() if n in vars(default)}
-    if kinds:
-        sizes["layer_types"] = [*kinds, *kinds][:2]
-    return AutoConfig.for_model(kind, **sizes | _OTHERS.get(kind, {}) | others)
+    sizes = {n: v for n, v in size.items() if n in names}
+    sizes |= {n: v for n, v in known.items() if n in fields}
+    if layers := [*dict.fromkeys(fields.get("layer_types") or ())]:
+        count = asked["num_hidden_layers"]
+        sizes["layer_types"] = (layers * count)[:count]
+    others = _OTHERS.get(kind, {}) | others
+    own = default.attribute_map
+    given = {own.get(name, name) for name in others}
+    sizes = {name: size for name, size in sizes.items() if own.get(name, name) not in given}
+    return AutoConfig.for_model(kind, **sizes, **others)
 
 
 # Causal language models that are tried.

@@ -8,8 +8,7 @@ from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.stages import InferenceConfig
 from dschat_lora.models.loading import attention_note, load_causal_lm, load_config
 from dschat_lora.models.reward_model import load_reward_model
-from helpers.tiny import save_tiny_model
-from helpers.unusual import unusual_model
+from helpers.tiny import save_tiny_model, unusual_model
 
 
 def loaded(path, config, *, meta=False, load=load_causal_lm, **options):

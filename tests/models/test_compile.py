@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, OPTConfig
 
 from dschat_lora.config.groups import LoadConfig, LoraConfig
 from dschat_lora.lora.model import apply_lora
@@ -13,6 +12,7 @@ from dschat_lora.models.blocks import check_compiler, compile_blocks, recompute_
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.loading import share_parameters
 from dschat_lora.runtime.checks import check_compile
+from helpers.tiny import tiny_model
 
 
 class Counted:
@@ -32,18 +32,7 @@ class Counted:
 
 
 def tiny(layers=1):
-    config = OPTConfig(
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        vocab_size=32,
-        max_position_embeddings=64,
-        dropout=0.0,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = tiny_model("opt", layers=layers).train()
     apply_lora(model, LoraConfig(lora_dim=2, target_modules=("fc1",)), seed=0)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B"):

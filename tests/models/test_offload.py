@@ -6,19 +6,16 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM
 
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.blocks import HostCopies, compile_blocks, offload_inputs, recompute_blocks
+from helpers.tiny import tiny_config
 
 LAYERS = 3
-SIZES = {"hidden_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
-CONFIGS = {
-    "opt": OPTConfig(word_embed_proj_dim=16, ffn_dim=32, vocab_size=32, dropout=0.1, **SIZES),
-    "llama": LlamaConfig(intermediate_size=32, vocab_size=32, **SIZES),
-    "gpt2": GPT2Config(n_embd=16, n_layer=LAYERS, n_head=2, vocab_size=32),
-}
+CONFIGS = {kind: tiny_config(kind, num_hidden_layers=LAYERS) for kind in ("opt", "llama", "gpt2")}
+CONFIGS["opt"].dropout = 0.1
 
 
 @pytest.fixture
@@ -67,7 +64,7 @@ def test_losses_and_gradients_are_those_of_plain_recomputation_bit_for_bit(famil
     offload_inputs(model)
     torch.testing.assert_close(losses_and_gradients(model), expected, rtol=0, atol=0)
     # One input a block and micro-batch, of its own length; masks and positions stay.
-    assert [shape for _, shape in kept] == [(2, 5, 16)] * LAYERS + [(2, 6, 16)] * LAYERS
+    assert [shape for _, shape in kept] == [(2, 5, 32)] * LAYERS + [(2, 6, 32)] * LAYERS
 
 
 @pytest.mark.thorough

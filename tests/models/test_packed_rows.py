@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM
 
 from dschat_lora.algos.logprobs import GroupSums
 from dschat_lora.algos.segments import block_causal_mask
@@ -234,9 +233,7 @@ def test_whole_logits_are_used_aloud_where_the_model_transforms_them():
 
 
 def test_architecture_that_takes_no_mask_of_ours_is_trained_unpacked_under_its_own():
-    torch.manual_seed(0)
-    config = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2, use_cache=False)
-    model = BloomForCausalLM(config).eval()
+    model = tiny_model("bloom", None, use_cache=False)
     network = CausalLMLoss(model)
     packing, said = settle(network)
     assert packing is False

@@ -14,8 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
-    BloomConfig,
-    MistralConfig,
 )
 
 from dschat_lora.algos.segments import block_causal_mask
@@ -50,7 +48,7 @@ from helpers.pairs import (
 from helpers.rounding import assert_same_gradients, gradients_of
 from helpers.runs import CARD, NoTokenizer
 from helpers.spread import ALL, pairwise
-from helpers.tiny import SHAPE, VOCAB, changing_inputs, softcapped_model, tiny_model
+from helpers.tiny import VOCAB, changing_inputs, softcapped_model, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -66,7 +64,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def config_of(kind):
     if kind != "mistral":
         return tiny_model(kind).config
-    return MistralConfig(**SHAPE, sliding_window=WINDOW)
+    return tiny_config(kind, sliding_window=WINDOW)
 
 
 def build(auto, kind, lora, attention="sdpa", **options):
@@ -317,16 +315,7 @@ def test_logits_that_the_model_transforms_are_taken_whole(layout):
 
 
 def test_an_architecture_under_its_own_mask_has_a_row_for_each_sequence():
-    options = {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 2}
-    config = BloomConfig(**options, pad_token_id=0)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        language = AutoModelForCausalLM.from_config(config).eval()
-        scalar = BloomConfig(**options, pad_token_id=0, num_labels=1)
-        reward = AutoModelForSequenceClassification.from_config(scalar).eval()
-        with torch.no_grad():
-            for parameter in (*language.parameters(), *reward.parameters()):
-                parameter.add_(0.2 * torch.randn(parameter.shape))
+    language, reward = tiny_model("bloom", None), tiny_model("bloom", None, num_labels=1)
     assert not check_architecture(Backbone(language), vocab_size=VOCAB, device=CPU).tree_is_exact
     pairs = known(pairs_of(), language)
     batch = batch_of(pairs, "alone")

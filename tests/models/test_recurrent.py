@@ -16,8 +16,7 @@ from helpers import plain
 from helpers.pairs import plain_logprobs, ragged_pairs
 from helpers.rounding import assert_same_sums
 from helpers.spread import ALL
-from helpers.tiny import ragged_samples
-from helpers.unusual import FEW, RECURRENT, UNPACKED, VOCAB, unusual_model
+from helpers.tiny import FEW, RECURRENT, UNPACKED, VOCAB, ragged_samples, unusual_model
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 5, 9, 2, 13)

@@ -2,46 +2,20 @@
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.models.backbone import Backbone, attention_windows
+from helpers.tiny import tiny_model
 
-SHAPE = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 WINDOW = 4
 
 
 def tiny(name, attention="eager"):
-    torch.manual_seed(0)
-    extra = {"attn_implementation": attention, "pad_token_id": 0}
-    if name == "mistral":
-        config = MistralConfig(**SHAPE, sliding_window=WINDOW, **extra)
-        return MistralForCausalLM(config).eval()
+    changes = {"sliding_window": WINDOW}
     if name == "qwen2":
-        config = Qwen2Config(
-            **SHAPE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, **extra
-        )
-        return Qwen2ForCausalLM(config).eval()
-    kinds = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(
-        **SHAPE, head_dim=8, sliding_window=WINDOW, layer_types=kinds, **extra
-    )
-    return Gemma3ForCausalLM(config).eval()
+        kinds = ["full_attention", "sliding_attention"]
+        changes |= {"use_sliding_window": True, "layer_types": kinds}
+    return tiny_model(name, attention, **changes)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from transformers import AutoTokenizer, LlamaConfig, OPTConfig
+from transformers import AutoTokenizer
 
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig
@@ -24,7 +24,7 @@ from helpers.addons import with_addon
 from helpers.pairs import Answers
 from helpers.rounding import assert_same_gradients
 from helpers.spread import ALL
-from helpers.tiny import random_model
+from helpers.tiny import tiny_model
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -49,13 +49,8 @@ def tokenizer():
 
 
 def tiny(kind):
-    size = {"vocab_size": len(tokenizer()), "hidden_size": 32, "num_hidden_layers": 2}
-    size |= {"num_attention_heads": 4, "max_position_embeddings": 64}
-    size |= {"pad_token_id": tokenizer().pad_token_id, "bos_token_id": 0, "eos_token_id": 0}
-    if kind == "opt":
-        return random_model(OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **size))
-    size |= {"intermediate_size": 48, "num_key_value_heads": 2}
-    return random_model(LlamaConfig(tie_word_embeddings=False, **size))
+    ids = {"pad_token_id": tokenizer().pad_token_id, "bos_token_id": 0, "eos_token_id": 0}
+    return tiny_model(kind, vocab_size=len(tokenizer()), **ids)
 
 
 def trl_trainer(trainer_class, config_class, kind, directory, rows, *, adapted=True, **options):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
-from transformers import AutoModelForCausalLM, Qwen2Config
 from transformers.integrations import flex_attention as flex_integration
 
 from dschat_lora.data.batch import PairCollator, SampleCollator
@@ -16,7 +15,7 @@ from dschat_lora.models import backbone as backbone_module
 from dschat_lora.models.backbone import Backbone
 from helpers.pairs import ragged_pairs
 from helpers.spread import ALL
-from helpers.tiny import SHAPE, ragged_samples, tiny_model
+from helpers.tiny import ragged_samples, tiny_model
 
 WINDOW = 3
 KINDS = ("opt", "gpt2", "neox", "llama", "sliding")
@@ -25,11 +24,9 @@ KINDS = ("opt", "gpt2", "neox", "llama", "sliding")
 def model_of(kind):
     if kind != "sliding":
         return tiny_model(kind).double()
-    sizes = {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": WINDOW}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE | sizes))
-    return model.eval().double()
+    kinds = ["full_attention", "sliding_attention"]
+    window = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": kinds}
+    return tiny_model("qwen2", **window).double()
 
 
 class SlowKernel:

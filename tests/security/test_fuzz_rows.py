@@ -20,7 +20,7 @@ from dschat_lora.data.record_files import RowCounts, RowReader
 from dschat_lora.data.rows import DEFAULT_OPTIONS
 from helpers.addons import of_the_whole
 from helpers.drawing import drawing
-from helpers.drawn_rows import drawn_rows, words_that_count
+from security.drawn_rows import drawn_rows, words_that_count
 
 TEMPLATES = ("built-in", "qwen3", "qwen2_5_training")  # the last one marks answers
 KINDS = ("samples", "pairs", "unpaired", "prompts")

@@ -104,7 +104,7 @@ class RowFilter:
     def __init__(
         self, config: FilterOptions, data: DataConfig, chat: Chat, *, kind: DataKind, seed: int
     ) -> None:
-        self.found = Filtered(config)
+        self.filtered = Filtered(config)
         self.sample: list[str] = []
         self._usable, self._draw = 0, random.Random(seed)
         self._options, self._chat, self._kind = row_options(data, chat.media), chat, kind
@@ -124,10 +124,15 @@ class RowFilter:
         if not records:
             return "unusable"
         texts = compared_texts(parse_row(raw, self._options), self._chat, self._kind)
-        self._add_to_sample(" ".join(texts))
+        # Each of the rows so far is as likely to be in the sample (Vitter's algorithm R).
+        size = self.filtered.config.language_rows
+        self._usable += 1
+        place = self._usable - 1 if len(self.sample) < size else self._draw.randrange(self._usable)
+        if place < size:
+            self.sample[place : place + 1] = [" ".join(texts)]
         prompt, answers = map(words_of, texts)
         if (like := self._shared.find(raw.location, prompt, prompt + answers)) is not None:
-            self.found.show("contaminated", like)
+            self.filtered.show("contaminated", like)
             return "contaminated"
         digest = row_digest(records, self._kind)
         if digest in self._digests:
@@ -136,18 +141,9 @@ class RowFilter:
         if self._near is not None:
             like = self._near.find_or_add(raw.location, prompt + answers)
             if like is not None:
-                self.found.show("near_duplicates", like)
+                self.filtered.show("near_duplicates", like)
                 return "near_duplicates"
         return "kept"
-
-    def _add_to_sample(self, text: str) -> None:
-        """Each of the rows so far is as likely to be in the sample (Vitter's algorithm R)."""
-        size = self.found.config.language_rows
-        self._usable += 1
-        if len(self.sample) < size:
-            self.sample.append(text)
-        elif (place := self._draw.randrange(self._usable)) < size:
-            self.sample[place] = text
 
 
 def filter_rows(
@@ -171,11 +167,11 @@ def filter_rows(
         for source in config_sources(data, head=False):
             for row in iter_unread(source) if source.option in options else ():
                 fate = judge.fate(row.read())
-                judge.found.fates[fate] += 1
+                judge.filtered.fates[fate] += 1
                 if file is not None and fate == "kept":
                     file.write(json_line(row))
-    judge.found.languages = count_languages(judge.sample)
-    return judge.found
+    judge.filtered.languages = count_languages(judge.sample)
+    return judge.filtered
 
 
 def compared_texts(row: ParsedRow, chat: Chat, kind: DataKind) -> tuple[str, str]:

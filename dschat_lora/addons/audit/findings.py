@@ -85,7 +85,7 @@ class Findings:
             "warnings": list(self.audit.warnings()),
             "refusal": self.refusal,
             "samples": samples,
-            **{name: found for each in self.of_rows for name, found in each.to_dict().items()},
+            **{name: fields for each in self.of_rows for name, fields in each.to_dict().items()},
         }
 
     def lines(self, *, colour: bool = False) -> list[str]:
@@ -134,11 +134,11 @@ def audit_data(config: AuditConfig) -> Findings:
         ).audit
     samples = preview(data, tokenizer, eos_id=eos_id, kind=kind)
     chat = make_chat(tokenizer, data.chat_template_kwargs, eos_id=eos_id)
-    found = (
+    looks = (
         own.look_at_rows(data, chat, kind=kind, seed=config.seed)
         for own in groups_of(config, "look_at_rows")
     )
-    of_rows = [each for each in found if each is not None]
+    of_rows = [each for each in looks if each is not None]
     refusal = audit.refusal
     if audit.bad_rows and config.data.bad_rows == "stop":
         refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
@@ -147,15 +147,15 @@ def audit_data(config: AuditConfig) -> Findings:
 
 def show_audit(config: AuditConfig) -> bool:
     """Show the audit; returns whether a run would take the data."""
-    found = audit_data(config)
+    findings = audit_data(config)
     if config.json:
-        log_once(json.dumps(found.to_dict(), ensure_ascii=False))
+        log_once(json.dumps(findings.to_dict(), ensure_ascii=False))
     else:
-        for line in found.lines(colour=is_terminal()):
+        for line in findings.lines(colour=is_terminal()):
             log_once(line)
     if config.html is not None:
-        write_whole(Path(config.html).expanduser(), _page(found))
-    return found.refusal is None
+        write_whole(Path(config.html).expanduser(), _page(findings))
+    return findings.refusal is None
 
 
 def _tokens(
@@ -164,17 +164,17 @@ def _tokens(
     """Texts of tokens, and 1 where they are learnt; an input beside text is one."""
     if (media := media_of(tokenizer)) is None:
         return [tokenizer.decode([each]) for each in ids], list(supervised)
-    found = media.tokens(ids)
-    return [text for text, _ in found], [supervised[place] for _, place in found]
+    tokens = media.tokens(ids)
+    return [text for text, _ in tokens], [supervised[place] for _, place in tokens]
 
 
-def _page(found: Findings) -> str:
-    table = "\n".join(replace(found, samples=[]).lines())
+def _page(findings: Findings) -> str:
+    table = "\n".join(replace(findings, samples=[]).lines())
     parts = [f"<pre>{safe(table)}</pre>"]
-    for sample in found.samples:
+    for sample in findings.samples:
         for name, (ids, supervised) in sample.sequences.items():
             parts.append(f"<h3>{safe(_headline(sample.row, name, supervised))}</h3>")
-            parts.append(sample_html(*_tokens(found.tokenizer, ids, supervised)))
+            parts.append(sample_html(*_tokens(findings.tokenizer, ids, supervised)))
     return page("Audit of data", "".join(parts))
 
 

@@ -56,12 +56,8 @@ def audit(data: Data | None = None, model: Model | None = None, **options: Any) 
         values = {"model_name_or_path": model, "data_path": data}
         config = config_of(AuditConfig, values, options, stack)
         stack.enter_context(run_in_process())
-        found = late("addons.audit.findings:audit_data")(check_audit(config))
-        facts = found.to_dict()
-        return Audit(
-            found.counts,
-            facts["samples"],
-            facts["warnings"],
-            found.refusal,
-            "\n".join(found.lines()),
-        )
+        findings = late("addons.audit.findings:audit_data")(check_audit(config))
+        fields = findings.to_dict()
+        names = ("counts", "samples", "warnings", "refusal")
+        text = "\n".join(findings.lines())
+        return Audit(**{name: fields[name] for name in names}, text=text)

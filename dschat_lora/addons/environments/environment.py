@@ -86,7 +86,7 @@ class Environment(UserFunction):
         messages = [] if reply is None else reply if isinstance(reply, list) else [reply]
         where = f"--{self.option} {self.name}"
         for number, message in enumerate(messages, start=1):
-            check_message(where, f"message {number} that it returned", message)
+            check_message(f"{where}: message {number} that it returned", message)
             if message["role"] == "assistant":
                 raise ValueError(
                     f"{where} returned a message of role 'assistant', which is the actor's; its "

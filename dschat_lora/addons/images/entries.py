@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from dschat_lora.addons.images.pictures import Reference
-from dschat_lora.data.media import FIRST_ID, Run
+from dschat_lora.data.media import FIRST_ID, MediaRun
 
 # Of pictures that come one after another: those that are known though no run of them is held.
 RECENT, RECENT_BYTES = 1024, 2**28
@@ -47,7 +47,7 @@ class Entry:
         return f"picture {Path(path).name if path else f'{width} x {height}'}"
 
 
-class HeldRun(Run):
+class HeldRun(MediaRun):
     """A run with its entry, which is forgotten after it."""
 
     entry: Entry

@@ -31,16 +31,17 @@ from dschat_lora.addons.images.pictures import (
 )
 from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.media import FIRST_ID, Run
+from dschat_lora.data.media import FIRST_ID, MediaRun
 from dschat_lora.data.messages import IMAGES, is_there
 from dschat_lora.data.readers import RawRow, RowError, iter_rows
 from dschat_lora.data.records import TextRecord, to_records
 from dschat_lora.data.rows import ParsedRow, RowOptions, parse_row, row_options
-from dschat_lora.data.sources import Source, data_suffix
+from dschat_lora.data.sources import DataSource, data_suffix
 from dschat_lora.data.workers import map_in_order
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import nn
 
     from dschat_lora.addons.images.processors import PictureProcessor
     from dschat_lora.addons.images.vision import PictureInputs
@@ -164,7 +165,7 @@ class ImageReader:
         with _DECODING:
             return Picture(data=data, size=open_picture(data, self.limits, picture).size)
 
-    def scan(self, config: DataConfig, sources: Sequence[Source]) -> str | None:
+    def scan(self, config: DataConfig, sources: Sequence[DataSource]) -> str | None:
         """A digest of all pictures and of what reads them; None where there are none."""
         self.entries, self._numbers, self._sound = [], {}, set()
         of_rows = hashlib.blake2b(digest_size=16)  # which rows have which pictures
@@ -212,7 +213,7 @@ class ImageReader:
 
     def insert(
         self, texts: Sequence[str], values: Mapping[str, Any], *, whole: bool
-    ) -> tuple[list[str], tuple[Run, ...]]:
+    ) -> tuple[list[str], tuple[MediaRun, ...]]:
         """Texts with the tokens of each picture in place of its placeholder, and their runs."""
         if not (pictures := values.get("images", ())):
             return list(texts), ()
@@ -259,14 +260,14 @@ class ImageReader:
         raw = RawRow(location, {"prompt": prompt, "images": list(images)})
         return to_records(parse_row(raw, RowOptions(media=self)), chat, "prompts")[-1]
 
-    def _run(self, entry: Entry) -> Run:
+    def _run(self, entry: Entry) -> MediaRun:
         if self._entries:  # of data, whose entries stay
-            return Run(entry.first, entry.size, self.token_id)
+            return MediaRun(entry.first, entry.size, self.token_id)
         run = HeldRun(entry.first, entry.size, self.token_id)
         run.entry = entry
         return run
 
-    def shown(self, text: str, runs: Sequence[Run]) -> str:
+    def shown(self, text: str, runs: Sequence[MediaRun]) -> str:
         """The text with the name of each picture in place of its tokens."""
         for run in runs:
             entry = self.entry_of(run.first)
@@ -357,7 +358,7 @@ class ImageReader:
         """
         return open_picture(self.store.load(dict(entry.reference), self.limits), self.limits)
 
-    def attach(self, model: Any, base: str | None = None) -> None:
+    def attach(self, model: "nn.Module", base: str | None = None) -> None:
         """Have a language model take the pictures; its tower is loaded if it has none."""
         from dschat_lora.addons.images.vision import attach
 
@@ -461,7 +462,7 @@ class RunDecoder:
         return is_next and self.reader.entry_of(number).first != number
 
 
-def _usable(sources: Sequence[Source], options: RowOptions) -> Iterator[dict[str, Any]]:
+def _usable(sources: Sequence[DataSource], options: RowOptions) -> Iterator[dict[str, Any]]:
     """The rows of all sources, but for those that are refused where they are read."""
     for source in sources:
         files = source.files if source.rows is None and not options.columns else ()

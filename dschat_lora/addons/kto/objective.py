@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,13 +44,15 @@ def kto_objective(config: DpoConfig, weights: KtoOptions, reference: Reference) 
     def prepare(
         engine: TrainEngine[BackboneModel], batches: Iterable[UnpairedBatch]
     ) -> Callable[[Network, UnpairedBatch], BatchLoss]:
-        return partial(with_kl, kl=estimate_kl(engine, batches, reference))
+        kl = estimate_kl(engine, batches, reference)
 
-    def with_kl(engine: Network, batch: UnpairedBatch, kl: Tensor) -> BatchLoss:
-        with torch.no_grad():
-            expected = reference(batch.answers)
-        logprobs = answer_logprobs(engine, batch.answers)
-        return kto_batch_loss(logprobs, expected, batch, kl, config.beta, weights)
+        def batch_loss(engine: Network, batch: UnpairedBatch) -> BatchLoss:
+            with torch.no_grad():
+                expected = reference(batch.answers)
+            logprobs = answer_logprobs(engine, batch.answers)
+            return kto_batch_loss(logprobs, expected, batch, kl, config.beta, weights)
+
+        return batch_loss
 
     def alone(engine: TrainEngine[BackboneModel], batch: UnpairedBatch) -> BatchLoss:
         return prepare(engine, [batch])(engine, batch)
@@ -131,21 +132,21 @@ def means_by_label(means: Means) -> Means:
 
     What is said of chosen and of rejected answers becomes a mean over these, None without any.
     """
-    found = {name: means[name] for name in ("accuracy", "desirable", "kl")}
+    metrics = {name: means[name] for name in ("accuracy", "desirable", "kl")}
     share = means["desirable"] or 0.0
     for side, part in (("chosen", share), ("rejected", 1 - share)):
         for name in ("score", "length", "logps"):
             value = means[f"{side}_{name}"]
-            found[f"{side}_{name}"] = value / part if part and value is not None else None
-    chosen, rejected = found["chosen_score"], found["rejected_score"]
-    found["margin"] = None if chosen is None or rejected is None else chosen - rejected
-    return found | {
+            metrics[f"{side}_{name}"] = value / part if part and value is not None else None
+    chosen, rejected = metrics["chosen_score"], metrics["rejected_score"]
+    metrics["margin"] = None if chosen is None or rejected is None else chosen - rejected
+    return metrics | {
         # TRL's names
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
-        "rewards/margins": found["margin"],
-        "logps/chosen": found.pop("chosen_logps"),
-        "logps/rejected": found.pop("rejected_logps"),
+        "rewards/margins": metrics["margin"],
+        "logps/chosen": metrics.pop("chosen_logps"),
+        "logps/rejected": metrics.pop("rejected_logps"),
     }
 
 

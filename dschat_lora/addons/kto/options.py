@@ -1,10 +1,13 @@
 """Options of KTO."""
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from dschat_lora.config.groups import require_numbers
 from dschat_lora.config.options import option
+
+if TYPE_CHECKING:
+    from dschat_lora.config.stages import DpoStageConfig
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class KtoOptions:
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "desirable_weight", "undesirable_weight")
 
-    def check(self, config: Any) -> None:
+    def check(self, config: "DpoStageConfig") -> None:
         """Refuse weights of another loss.
 
         Raises:

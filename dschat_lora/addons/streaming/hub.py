@@ -3,7 +3,7 @@
 from typing import Any
 
 from dschat_lora.data.rows import config_sources
-from dschat_lora.data.sources import Source
+from dschat_lora.data.sources import DataSource
 from dschat_lora.engine.distributed import broadcast_string, on_rank_zero
 from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.resume import with_options
@@ -38,7 +38,7 @@ def with_large_hub_data_streamed(config: Any) -> Any:
     return streamed
 
 
-def known_rows(source: Source) -> int:
+def known_rows(source: DataSource) -> int:
     """Rows of a hub data set by its card, or by what was made of it before; 0 where neither tells.
 
     Nothing but the description is fetched.

@@ -11,7 +11,7 @@ from dschat_lora.config.options import option
 if TYPE_CHECKING:
     from dschat_lora.addons.streaming.loader import StreamLoader
     from dschat_lora.addons.streaming.prompts import PromptStream
-    from dschat_lora.data.sources import Source
+    from dschat_lora.data.sources import DataSource
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StreamingOptions:
     def at_once(self) -> tuple[int, str]:
         return self.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
 
-    def hub_rows(self, source: "Source") -> Iterable[Mapping[str, Any]]:
+    def hub_rows(self, source: "DataSource") -> Iterable[Mapping[str, Any]]:
         from dschat_lora.data.readers import load_hub
 
         return load_hub(source, streaming=True)

@@ -39,7 +39,7 @@ from dschat_lora.data.samples import (
     read_table,
     write_table,
 )
-from dschat_lora.data.sources import Source, StreamError, data_suffix, kind_of_file
+from dschat_lora.data.sources import DataSource, StreamError, data_suffix, kind_of_file
 from dschat_lora.data.token_files import mismatched
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.data.workers import ordered_map
@@ -125,7 +125,7 @@ def _failures() -> tuple[type[Exception], ...]:
     return OSError, ValueError, RuntimeError, EOFError, httpx.HTTPError
 
 
-def find_shards(sources: Sequence[Source], numbers: Sequence[int]) -> list[Shard]:
+def find_shards(sources: Sequence[DataSource], numbers: Sequence[int]) -> list[Shard]:
     """The shards of these of the sources, in order."""
     shards: list[Shard] = []
 
@@ -157,11 +157,11 @@ def _counted(rows: Iterable[RawRow | Line], start: Place) -> Iterator[Placed]:
     return ((row, Place(number)) for number, row in enumerate(rows, start.row + 1))
 
 
-def _whole_source(source: Source, start: Place) -> Iterator[Placed]:
+def _whole_source(source: DataSource, start: Place) -> Iterator[Placed]:
     return _counted(islice(iter_unread(source), start.row, None), start)
 
 
-def _end_of_source(source: Source) -> Place:
+def _end_of_source(source: DataSource) -> Place:
     """Its bound or its number of rows; where it has fewer than its bound, what it may end at."""
     sizes = (source.most, len(source.rows) if isinstance(source.rows, Sized) else None)
     return Place(row=min(filter(None, sizes), default=0))

@@ -12,7 +12,6 @@ from transformers import (
     BitsAndBytesConfig,
     FineGrainedFP8Config,
     Mxfp4Config,
-    Qwen3MoeConfig,
 )
 
 from dschat_lora.checkpoint.quantization import stored_kind
@@ -28,7 +27,7 @@ from dschat_lora.models.reward_model import load_reward_model
 from dschat_lora.models.source import find_model
 from helpers.quantised import AWQ, FP8, GPTQ, MXFP4_VALUES, awq, fp8, gptq, rewrite, save_gpt_oss
 from helpers.roles import Words
-from helpers.tiny import SHAPE
+from helpers.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FORMATS = {"fp8": (fp8, FP8), "gptq": (gptq, GPTQ), "awq": (awq, AWQ)}
@@ -51,11 +50,8 @@ def assert_values(model, values):
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
     """Qwen3-MoE, which is stored expert by expert and held in fused parameters."""
-    torch.manual_seed(0)
-    sizes = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = Qwen3MoeConfig(**SHAPE, head_dim=8, **sizes)
     directory = tmp_path_factory.mktemp("moe")
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    tiny_model("qwen3_moe", num_experts=12).save_pretrained(directory)
     return directory
 
 

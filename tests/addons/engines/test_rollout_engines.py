@@ -11,6 +11,7 @@ from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.draw.transformers_engine import transformers_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
+from addons.engines.fake_vllm import command_of
 from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
@@ -27,7 +28,6 @@ from dschat_lora.rl.draw.own_engine import OwnEngine, decoded_turns
 from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.response import unanswered
-from helpers.fake_vllm import command_of
 from helpers.served import QUESTIONS, served
 from helpers.spread import ALL
 

@@ -9,11 +9,11 @@ import pytest
 from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 import dschat_lora as dl
+from addons.engines.fake_vllm import command_of
 from dschat_lora.addons.engines import completions
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.rl.loop import setup
-from helpers.fake_vllm import command_of
 from helpers.served import served
 from helpers.spread import ALL
 from helpers.step1 import rollouts

@@ -10,13 +10,13 @@ import psutil
 import pytest
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_command, serve_environment
 
+from addons.engines import fake_vllm
 from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.rl.draw import vllm_server
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.engines import EngineError
-from helpers import fake_vllm
 
 
 def config_of(target, *argv):

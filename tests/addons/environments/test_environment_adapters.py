@@ -22,7 +22,7 @@ from dschat_lora.rl.options.names import load_object
 from dschat_lora.runtime import checks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-ENVS = "helpers.gym_envs"
+ENVS = "addons.environments.gym_envs"
 HERE = Path(__file__).parent
 NEEDED = {  # and the extra that has it
     "gymnasium": ("gymnasium", "gymnasium"),
@@ -89,7 +89,7 @@ def test_a_task_of_reasoning_gym_asks_and_scores():
 
 def wanted(episode):
     """What episode ``episode`` of ``Guess-v0`` hides."""
-    from helpers.gym_envs import Guess
+    from addons.environments.gym_envs import Guess
 
     hiding = Guess()
     hiding.reset(seed=episode)
@@ -131,7 +131,7 @@ def test_what_gymnasium_cannot_play_is_refused():
     pytest.importorskip("gymnasium")
     for name, words in (
         (
-            "helpers.gym_envs:Moves-v0",
+            "addons.environments.gym_envs:Moves-v0",
             "Moves-v0: actions are Box.*; an answer gives Text or",
         ),
         ("Nosuch-v0", "--environment gymnasium:Nosuch-v0: .*doesn't exist"),
@@ -146,7 +146,7 @@ def test_what_gymnasium_cannot_play_is_refused():
 
 def test_gymnasium_is_closed_with_its_object():
     pytest.importorskip("gymnasium")
-    from helpers.gym_envs import Guess
+    from addons.environments.gym_envs import Guess
 
     before = Guess.closed
     found = factory(f"gymnasium:{ENVS}:Guess-v0")()

@@ -124,7 +124,7 @@ def test_an_environment_of_gymnasium_gives_prompts_and_rewards(ranks, tmp_path):
     pytest.importorskip("gymnasium")
     models = save_family("opt", tmp_path / "opt", layers=1)
     argv = """
-        --environment gymnasium:helpers.gym_envs:Vowels-v0 --num_prompts 12
+        --environment gymnasium:addons.environments.gym_envs:Vowels-v0 --num_prompts 12
         --algorithm grpo --num_generations 4 --max_prompt_seq_len 48 --max_steps 2
         --max_answer_seq_len 8
         --per_device_generation_batch_size 8 --per_device_training_batch_size 8

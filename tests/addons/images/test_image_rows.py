@@ -21,7 +21,7 @@ from dschat_lora.addons.images.rows import with_pictures
 from dschat_lora.config.data import parse_columns
 from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.rows import RowOptions, parse_row
-from dschat_lora.data.sources import Source
+from dschat_lora.data.sources import DataSource
 
 HERE = {"type": "image"}
 
@@ -441,11 +441,11 @@ def test_datasets_in_memory_bring_pil_images(folder):
     data = datasets.Dataset.from_dict(
         {"prompt": ["<image>?"], "images": [[{"bytes": RED, "path": None}]]}, features=features
     )
-    source = Source("data_path", "rows", (), rows=data)
+    source = DataSource("data_path", "rows", (), rows=data)
     (row,) = [parse_row(raw, OPTIONS).values for raw in iter_rows(source)]
     assert row["images"][0].image.getpixel((0, 0)) == (255, 0, 0)
     raw = data.cast_column("images", [datasets.Image(decode=False)])
-    source = Source("data_path", "rows", (), rows=raw)
+    source = DataSource("data_path", "rows", (), rows=raw)
     (row,) = [parse_row(raw, OPTIONS).values for raw in iter_rows(source)]
     assert row["images"] == (Picture(data=RED),)
 

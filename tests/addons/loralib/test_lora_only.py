@@ -25,7 +25,7 @@ from dschat_lora.addons.loralib.lora_only import (
 )
 from dschat_lora.config.groups import OWN_SETTINGS, LoraConfig
 from dschat_lora.lora.model import adapter_parameters, apply_lora
-from helpers.tiny_models import random_ids, randomise, tiny_model
+from helpers.tiny import random_ids, randomise, tiny_model
 
 PACKED = LoraConfig(lora_dim=2, lora_alpha=5.5, target_modules=("c_attn",), enable_lora=("q", "v"))
 
@@ -57,7 +57,10 @@ CONTENTS = {
             lora_dim=2, target_modules=("c_attn",), enable_lora=("k",), train_bias="lora_only"
         ),
     ),
-    "all biases": ("opt", LoraConfig(lora_dim=2, target_modules=("q_proj",), train_bias="all")),
+    "all biases": (
+        "projected_opt",
+        LoraConfig(lora_dim=2, target_modules=("q_proj",), train_bias="all"),
+    ),
     "head": ("reward", LoraConfig(lora_dim=2, modules_to_save=("score",))),
 }
 
@@ -81,7 +84,7 @@ def test_names_and_settings_of_a_packed_file(tmp_path):
     assert shapes == {
         f"transformer.h.{i}.attn.c_attn.lora_{factor}": shape
         for i in (0, 1)
-        for factor, shape in (("A", (4, 16)), ("B", (32, 2)))
+        for factor, shape in (("A", (4, 32)), ("B", (64, 2)))
     }
     back = read_lora_only(file)
     assert back.r == 2
@@ -184,14 +187,7 @@ def test_a_head_of_another_shape_is_named(tmp_path):
 
 
 def test_debertas_projections_have_the_same_names(tmp_path):
-    config = DebertaV2Config(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        num_labels=2,
-    )
+    config = DebertaV2Config(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     path = "deberta.encoder.layer.0.attention.self"
     tensors = {
         f"{path}.{part}_proj.lora_{factor}": torch.ones(shape)
@@ -265,16 +261,16 @@ C_ATTN = "transformer.h.0.attn.c_attn"
             "lacks transformer.h.1.attn.c_attn.lora_A, which the model has",
         ),
         (
-            lambda t: t.update({f"{C_ATTN}.lora_A": torch.ones(4, 15)}),
-            f"x.pt: {C_ATTN}.lora_A is (4, 15), the model has (4, 16)",
+            lambda t: t.update({f"{C_ATTN}.lora_A": torch.ones(4, 31)}),
+            f"x.pt: {C_ATTN}.lora_A is (4, 31), the model has (4, 32)",
         ),
         (lambda t: t.pop(f"{C_ATTN}.lora_B"), f"{C_ATTN}.lora_A stands without its partner"),
         (
-            lambda t: t.update({f"{C_ATTN}.lora_A": torch.ones(3, 16)}),
-            f"the factors of {C_ATTN} are (3, 16) and (32, 2); they must be (r, in) and (out, r)",
+            lambda t: t.update({f"{C_ATTN}.lora_A": torch.ones(3, 32)}),
+            f"the factors of {C_ATTN} are (3, 32) and (64, 2); they must be (r, in) and (out, r)",
         ),
         (
-            lambda t: t.update({f"{C_ATTN}.lora_B": torch.ones(32, 4)}),
+            lambda t: t.update({f"{C_ATTN}.lora_B": torch.ones(64, 4)}),
             f"holds factors of several ranks: 4 ({C_ATTN}) and 2 (transformer.h.1.attn.c_attn)",
         ),
         (
@@ -363,6 +359,6 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
 
 def test_one_alpha_cannot_stand_for_several(tmp_path):
     config = LoraConfig(lora_dim=3, target_modules=("q_proj",), alphas=(("q_proj", 2.0),))
-    model = adapted(LoraConfig(lora_dim=3, target_modules=("q_proj",)), "opt")
+    model = adapted(LoraConfig(lora_dim=3, target_modules=("q_proj",)), "projected_opt")
     with pytest.raises(ValueError, match=f"one alpha, and the adapter has {OWN_SETTINGS}"):
         write(tmp_path / "x.pt", model, config)

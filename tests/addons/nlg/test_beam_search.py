@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import GenerationConfig
 
 from dschat_lora.addons.nlg.beam_search import (
     BeamSearch,
@@ -11,6 +11,7 @@ from dschat_lora.addons.nlg.beam_search import (
     repeated_ngram_ends,
 )
 from generation.test_logits import check_logits_are_unrounded, fp32_products, random_model
+from helpers import tiny
 
 __all__ = ["fp32_products"]
 
@@ -20,18 +21,10 @@ PROMPTS = [[7, 3, 9], [4], [11, 2, 5, 8, 6], [3, 3]]
 
 def toy(vocab, *, seed=0, spread=0.6):
     """A small GPT-2 whose next token depends on all before it."""
-    torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=vocab,
-        n_positions=64,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        initializer_range=spread,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).eval()
+    size = {"vocab_size": vocab, "hidden_size": 16, "num_attention_heads": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = tiny.tiny_config("gpt2", initializer_range=spread, **size, **ends)
+    return tiny.random_model(config, scale=0.0, seed=seed)
 
 
 @torch.no_grad()

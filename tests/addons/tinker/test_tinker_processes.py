@@ -13,8 +13,8 @@ tinker = pytest.importorskip("tinker", reason="the extra [tinker] is not install
 
 from tinker import types  # noqa: E402
 
+from addons.tinker import tinker_runs  # noqa: E402
 from dschat_lora.models.source import find_model  # noqa: E402
-from helpers import tinker_runs  # noqa: E402
 
 pytestmark = [
     pytest.mark.stage,
@@ -44,7 +44,7 @@ def test_processes_and_zero_stages_give_what_one_process_gives(ranks, tmp_path):
         if zero_stage is None:
             (found,) = tinker_runs.train(**options)
         else:
-            run = "helpers.tinker_runs:train"
+            run = "addons.tinker.tinker_runs:train"
             (found,), nothing = ranks(2).run(run, **options, zero_stage=zero_stage)
             assert nothing is None
         for name in ("outputs", "answers", "prompts"):

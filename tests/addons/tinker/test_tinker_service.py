@@ -17,19 +17,19 @@ from tinker.proto.response_conv import (  # noqa: E402
 )
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from dschat_lora.addons.serving.endpoint.answers import BusyError  # noqa: E402
-from dschat_lora.addons.tinker.adapters import open_base  # noqa: E402
-from dschat_lora.addons.tinker.service import NotFoundError, TinkerService  # noqa: E402
-from dschat_lora.addons.tinker.store import Store, parse_path  # noqa: E402
-from dschat_lora.config.groups import ModelConfig  # noqa: E402
-from dschat_lora.models.source import find_model  # noqa: E402
-from helpers.tinker_runs import (  # noqa: E402
+from addons.tinker.tinker_runs import (  # noqa: E402
     NAME,
     Client,
     result,
     rows,
     values,
 )
+from dschat_lora.addons.serving.endpoint.answers import BusyError  # noqa: E402
+from dschat_lora.addons.tinker.adapters import open_base  # noqa: E402
+from dschat_lora.addons.tinker.service import NotFoundError, TinkerService  # noqa: E402
+from dschat_lora.addons.tinker.store import Store, parse_path  # noqa: E402
+from dschat_lora.config.groups import ModelConfig  # noqa: E402
+from dschat_lora.models.source import find_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")

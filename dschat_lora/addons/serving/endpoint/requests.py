@@ -304,7 +304,7 @@ def checked_messages(messages: object, param: str = "messages") -> list[Message]
     for number, message in enumerate(messages, start=1):
         where = f"message {number}"
         try:
-            check_message(param, where, message, media=parts)
+            check_message(f"{param}: {where}", message, media=parts)
             if (medium := medium_of(message)) is not None:
                 raise ValueError(f"{where}: {medium!r} is none of its keys; 'content' has parts")
         except ValueError as error:

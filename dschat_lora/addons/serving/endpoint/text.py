@@ -10,7 +10,7 @@ from typing import Any
 
 from dschat_lora.data.chat import Chat, ends_in_words
 from dschat_lora.data.encoder import Encoder
-from dschat_lora.data.media import MediaReader, Run, with_runs
+from dschat_lora.data.media import MediaReader, MediaRun, with_runs
 from dschat_lora.data.messages import Message, content_text, with_arguments
 from dschat_lora.models.loading import Tokenizer
 
@@ -30,7 +30,7 @@ class ReadMessages(list[Message]):
 class MediaPrompt(list[int]):
     """Tokens with runs, which are held with it; ``shown`` has tokens of the vocabulary alone."""
 
-    def __init__(self, ids: Sequence[int], runs: Sequence[Run], shown: Sequence[int]) -> None:
+    def __init__(self, ids: Sequence[int], runs: Sequence[MediaRun], shown: Sequence[int]) -> None:
         super().__init__(ids)
         self.runs, self.shown = runs, shown
 
@@ -97,7 +97,7 @@ def chat_ids(
     goes_on = continues(messages, columns)
     opens = columns.get("add_generation_prompt", not goes_on)
     text = chat.render(hidden, add_generation_prompt=opens, continue_final_message=goes_on)
-    runs: Sequence[Run] = ()
+    runs: Sequence[MediaRun] = ()
     if chat.media is not None and isinstance(messages, ReadMessages):
         (text,), runs = chat.media.insert([text], messages.values, whole=True)
     if typed:
