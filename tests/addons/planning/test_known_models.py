@@ -161,4 +161,3 @@ def test_a_model_that_a_run_would_refuse_ends_with_code_1_and_the_reason(tmp_pat
 def test_what_is_no_model_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="--model_name_or_path"):
         models([str(tmp_path)])
-    assert ModelsConfig().model_name_or_path is None
