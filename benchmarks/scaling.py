@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from benchmarks.common.exchanges import (
     Cluster,
@@ -79,14 +79,14 @@ def model_of(name: str) -> Model:
     return Model(size_of(model, options), describe(model), memory, cached_token_bytes(model))
 
 
-def adapted(options: Shape) -> Any:
+def adapted(options: Shape) -> PreTrainedModel:
     """The model on the meta device, with its adapter."""
     model = meta_base(options, dtype=torch.bfloat16)
     apply_lora(model, LoraConfig(lora_dim=options.lora_dim), seed=0)
     return model
 
 
-def size_of(model: Any, options: Shape) -> ModelSize:
+def size_of(model: PreTrainedModel, options: Shape) -> ModelSize:
     """What processes exchange of a model of :func:`adapted`."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]

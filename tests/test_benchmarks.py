@@ -8,13 +8,14 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.common import turns
 from benchmarks.common.pair_data import random_pairs
 from benchmarks.common.report import PartReport, device_slug
@@ -26,46 +27,25 @@ from benchmarks.common.shapes import (
     mixed_rows,
     random_base,
 )
-from benchmarks.common.turns import Runner, times_ours
-from benchmarks.contenders.common import ModelSize, Task, Work, draw_adapters_
-from benchmarks.contenders.sft import CONTENDERS
-from benchmarks.parts import attention, sft, throughput
+from benchmarks.common.turns import Runner, Work, times_ours
+from benchmarks.contenders.common import ModelSize, Task, draw_adapters_
+from benchmarks.contenders.supervised import CONTENDERS
+from benchmarks.gpu import PARTS
+from benchmarks.parts import supervised, throughput
 from dschat_lora.data.samples import SequenceSample
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 README = ROOT / "benchmarks" / "README.md"
 CHAT = "DeepSpeed-Chat's way"
-PARTS = (
-    "env",
-    "trajectories",
-    "scaling",
-    "reload",
-    "saving",
-    "commands",
-    "pairs",
-    "sft",
-    "decode",
-    "ppo",
-    "attention",
-    "lora",
-    "optimizer",
-    "throughput-1.3b",
-    "throughput-6.7b",
-    "tensor-parallel",
-    "ragged",
-    *("user-sft-1.3b", "user-ppo-1.3b", "user-sft-6.7b", "user-ppo-6.7b"),
-    *("sft-llama-3.1-8b", "sft-qwen2.5-7b", "decode-qwen3-4b", "grpo-qwen2.5-1.5b"),
-    *("rows", "grpo-llama-3.1-8b", "sft-qwen3-30b-a3b", "decode-qwen3-30b-a3b"),
-)
+USER = ["user-sft-1.3b", "user-ppo-1.3b", "user-sft-6.7b", "user-ppo-6.7b"]
 
 
-def run(*parts, python=sys.executable, output="/nonexistent", **variables):
+def run(*parts, **variables):
     environment = {
         **os.environ,
         **variables,
-        "PYTHON": str(python),
-        "BENCH_OUTPUT": str(output),
+        "PYTHON": sys.executable,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
@@ -77,7 +57,7 @@ def run(*parts, python=sys.executable, output="/nonexistent", **variables):
 @pytest.mark.thorough
 @pytest.mark.stage
 def test_a_throughput_part_runs_to_the_end_on_a_cpu_and_stores_its_numbers(tmp_path):
-    result = run("throughput-1.3b", output=tmp_path)
+    result = run("throughput-1.3b", BENCH_OUTPUT=str(tmp_path))
     assert result.returncode == 0, result.stderr
     text = (tmp_path / "cpu-tiny.json").read_text()
     entry = json.loads(text)["throughput-1.3b"]
@@ -89,7 +69,7 @@ def test_a_throughput_part_runs_to_the_end_on_a_cpu_and_stores_its_numbers(tmp_p
     cases = {(case["case"], case["lora_dim"], case["workload"]): case for case in entry["cases"]}
     both = [("ours", "full"), ("ours", "mix"), (CHAT, "full"), (CHAT, "mix")]
     both += [("PEFT", "full"), ("PEFT", "mix")] if importlib.util.find_spec("peft") else []
-    variants = [(f"ours, {way}", "mix") for way in ("recomputing", "dense mask", "compiled")]
+    variants = [(f"ours, {way}", "mix") for way in ("recomputing", "dense mask")]
     variants.append((f"{CHAT}, recomputing", "full"))
     expected = [(name, 2, rows) for name, rows in both]
     assert set(cases) == {*expected, *((name, 8, rows) for name, rows in both + variants)}
@@ -139,7 +119,6 @@ def test_samples_of_a_shape_are_as_long_as_the_documentation_says():
     assert sum(lengths) / len(lengths) == pytest.approx(239, abs=0.5)
     assert 0.95 * 8 * 2048 < sum(lengths) <= 8 * 2048
     assert max(lengths) <= 512
-    assert len(mixed_rows(attention.TINY)) == attention.TINY.rows
     rows = full_rows(SHAPES["opt-1.3b"])
     assert [[len(sample.input_ids) for sample in row] for row in rows] == [[512]] * 32
 
@@ -183,19 +162,10 @@ def test_a_way_that_runs_out_of_memory_takes_smaller_micro_batches(most, rows, p
     assert (case.problem is None) == (problem is None)
 
 
-def test_attention_may_have_twice_the_errors_of_a_dense_mask():
-    same = {"model": "opt", "type": "bf16", "rows": "trees"}
-    dense = same | {"attention": "dense mask", "loss": 0.01, "gradient": 0.1}
-    others = [dense | {"type": "fp16", "loss": 9.0}, dense]
-    for loss, gradient, fine in [(0.02, 0.2, True), (0.03, 0.1, False), (0.0, 0.3, False)]:
-        row = same | {"attention": "flex", "loss": loss, "gradient": gradient}
-        assert attention.is_as_exact(row, [*others, row]) == fine
-
-
 @pytest.mark.thorough
 @pytest.mark.stage
 def test_the_ppo_part_finds_both_ways_to_do_the_same_work(tmp_path):
-    result = run("ppo", output=tmp_path)
+    result = run("ppo", BENCH_OUTPUT=str(tmp_path))
     assert result.returncode == 0, result.stderr
     entry = json.loads((tmp_path / "cpu-tiny.json").read_text())["ppo"]
     assert entry["status"] == "passed"
@@ -240,7 +210,7 @@ def ways():
             seconds=1.0,
         ),
     )
-    built = {name: build(tiny) for name, build in CONTENDERS.items()}
+    built = {name: build(tiny) for name, build in CONTENDERS["sft"].items()}
     for way in built.values():
         draw_adapters_(way.model)
     return built
@@ -252,7 +222,7 @@ def test_all_ways_to_fine_tune_find_the_loss_of_the_untrained_model(ways):
     losses = {name: way.loss([0, 1, 2]) for name, way in ways.items()}
     # By hand from the full logits of one of them: five supervised tokens of each sample.
     chat = ways["DeepSpeed-Chat's way"]
-    ids = torch.stack([chat._ids[number][:8] for number in range(3)])
+    ids = torch.stack([chat._padded[0][number][:8] for number in range(3)])
     with torch.no_grad():
         logprobs = chat.model(input_ids=ids).logits.log_softmax(-1)
     picked = logprobs[:, 2:7].gather(-1, ids[:, 3:8, None])
@@ -261,7 +231,7 @@ def test_all_ways_to_fine_tune_find_the_loss_of_the_untrained_model(ways):
 
 @pytest.mark.stage
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", CONTENDERS["sft"])
 def test_a_step_of_each_way_trains_its_adapters_and_counts_real_tokens(ways, name):
     way = ways[name]
     before = [p.detach().clone() for p in way.model.parameters() if p.requires_grad]
@@ -299,17 +269,17 @@ class Clocked(Runner):
     def receive(self):
         return "ready"
 
-    def ask(self, message):
-        if message == "stop":
+    def ask(self, method):
+        if method == "peak_bytes":
             return 1
         Clocked.clock += 10
-        return message
+        return method
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 5), ({"seconds": 25}, 3), ({"deadline": 25}, 2), ({"deadline": 5}, 1)],
-    ids=["all rounds", "begun in time", "ended in time", "one at least"],
+    [({}, 5), ({"seconds": 25}, 2), ({"seconds": 5}, 1)],
+    ids=["all rounds", "ended in time", "one at least"],
 )
 def test_rounds_end_in_time(options, expected, monkeypatch):
     monkeypatch.setattr(Clocked, "clock", 0.0)
@@ -363,166 +333,66 @@ def test_results_of_a_run_to_keep_have_a_file_of_their_own(tmp_path):
     }
 
 
-def test_the_run_of_make_bench_ends_within_ten_minutes():
-    result = run("sft", python="/bin/false", BENCH_SFT="1")
-    (limit,) = re.findall(r"== sft \(at most (\d+) s\)", result.stdout)
-    assert int(limit) + 5 <= 10 * 60
-    assert sft.CPU.seconds < int(limit)
-
-
 def test_an_unknown_part_is_refused_by_name_before_anything_runs():
-    result = run("env", "thruput", python="/bin/false")
+    result = run("env", "thruput")
     assert result.returncode == 2
     assert "unknown part 'thruput'" in result.stderr
     assert all(part in result.stderr for part in PARTS)
     assert "== env" not in result.stdout
 
 
-def test_a_part_that_fails_is_reported_and_the_others_still_run():
-    result = run("env", "scaling", python="/bin/false")
-    assert result.returncode == 1
-    assert "== env" in result.stdout
-    assert "== scaling" in result.stdout
-    assert "failed: env scaling" in result.stdout
+@pytest.mark.parametrize(
+    ("asked", "ran"),
+    [(["env", "5"], ["env", *USER]), ([], [n for n, part in PARTS.items() if part.group])],
+    ids=["a name and a group", "all"],
+)
+def test_a_part_that_fails_is_reported_and_the_others_still_run(asked, ran, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--limited", "--output", "/nonexistent", *asked])
+    assert gpu.main() == 1
+    told = capsys.readouterr().out
+    assert re.findall(r"== (\S+) \(at most (\d+) s\)", told) == [
+        (name, str(PARTS[name].seconds)) for name in ran
+    ]
+    assert f"failed: {' '.join(ran)}\n" in told
 
 
-def limits_of_all_parts():
-    result = run(python="/bin/false")
-    limits = re.findall(r"== (\S+) \(at most (\d+) s\)", result.stdout)
-    return {part: int(limit) for part, limit in limits}
+def test_a_part_that_takes_too_long_is_ended(monkeypatch, tmp_path, capfd):
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setitem(PARTS, "env", PARTS["env"]._replace(seconds=1))
+    assert not gpu.passes("env", tmp_path, tiny=True)
+    assert "env: stopped after 1 s; what it had measured is kept" in capfd.readouterr().err
 
 
-def test_all_parts_run_by_default_each_within_240_seconds():
-    limits = limits_of_all_parts()
-    assert tuple(limits) == PARTS
-    assert max(limits.values()) <= 240
+def test_parts_and_groups_end_in_time_even_if_all_have_to_be_killed(monkeypatch):
+    assert max(part.seconds for part in PARTS.values()) <= 240
+    for group in {part.group for part in PARTS.values()}:
+        own = [part.seconds + 5 for part in PARTS.values() if part.group == group]
+        assert sum(own) <= 10 * 60
+    monkeypatch.setenv("BENCH_SFT", "1")  # of make bench
+    assert supervised.CPU["sft"].seconds < PARTS["sft"].limit() <= 10 * 60 - 5
 
 
-def test_each_documented_group_of_parts_ends_within_ten_minutes_even_if_all_have_to_be_killed():
-    limits = limits_of_all_parts()
-    lines = re.findall(r"^benchmarks/gpu\.sh (.+?) +# group", README.read_text(), re.MULTILINE)
-    groups = [line.split() for line in lines]
-    assert len(groups) == 7
-    assert tuple(part for group in groups for part in group) == PARTS
-    for group in groups:
-        assert sum(limits[part] + 5 for part in group) <= 10 * 60
-
-
-def test_the_documentation_gives_the_limits_that_hold():
-    limits = limits_of_all_parts()
+def test_the_documentation_gives_the_parts_limits_and_groups_that_hold():
     text = README.read_text()
-    table = re.findall(r"^\| `(\S+)` \| (\d+) s \|", text, re.MULTILINE)
-    assert [(part, int(limit)) for part, limit in table] == list(limits.items())
+    table = re.findall(r"^\| `(\S+)` \| (\S+) \| (\d+) s \|", text, re.MULTILINE)
+    assert table == [(n, str(p.group or "-"), str(p.seconds)) for n, p in PARTS.items()]
+    lines = re.findall(r"^benchmarks/gpu\.sh (\d) +# (\d+) minutes at most", text, re.MULTILINE)
     # with five seconds more for each to be killed in
-    minutes = math.ceil(sum(limit + 5 for limit in limits.values()) / 60)
-    assert f"every part, {minutes} minutes at most" in text
+    minutes = {
+        group: math.ceil(sum(p.seconds + 5 for p in PARTS.values() if p.group == group) / 60)
+        for group in sorted({part.group or 0 for part in PARTS.values()} - {0})
+    }
+    assert {int(group): int(most) for group, most in lines} == minutes
+    assert f"every part with a group, {sum(minutes.values())} minutes at most" in text
 
 
 def test_the_stored_result_is_of_a_whole_cpu_run():
     text = (ROOT / "benchmarks" / "results" / "cpu-tiny.json").read_text()
     entries = json.loads(text)
-    assert set(entries) == set(PARTS)
+    assert set(entries) >= {name for name, part in PARTS.items() if part.group}
     assert {entry["status"] for entry in entries.values()} == {"passed"}
     assert not re.search(r"(?<![\w.])/\w", text), "a path of the machine it ran on"
-
-
-# ---------------------------------------------------------------------------- regret
-
-
-@pytest.fixture
-def regret(tmp_path):
-    """``regret(change)``: the claims, with verdicts, of made-up results; each holds unchanged."""
-    from benchmarks.regret import FULL, Results, claims, grid
-
-    def value(cell):
-        far = abs(math.log(cell.rate / (1.5e-4 if cell.rank == FULL else 1.5e-3)))
-        size = {FULL: 5, 64: 4, 16: 3, 4: 2, 1: 1}[cell.rank]
-        if cell.task == "grpo":
-            return 0.7 - 0.1 * far + 1e-3 * cell.seed
-        found = 1.0 + far + 1e-3 * cell.seed
-        if cell.task == "style":
-            return found + 0.1 * (cell.layers == "attention")
-        if cell.rows == 1024:
-            return 2 - 0.1 * size
-        return found + 0.2 * (cell.batch == 128 and cell.rank != FULL)
-
-    def found(change=lambda cell, value: value):
-        rows = [{**asdict(c), "value": change(c, value(c))} for c in grid()]
-        path = tmp_path / "regret.json"
-        path.write_text(json.dumps(rows))
-        return claims(Results(path))
-
-    return found
-
-
-def test_claims_of_regret_hold_where_they_should(regret):
-    assert [claim.holds for claim in regret()] == [True] * 8
-    assert "0.0015 against 0.00015, 10 times" in regret()[2].found
-
-
-AT_5E3 = {"style": 0.9999, "grpo": 0.7001}  # hardly better than the best of elsewhere
-
-
-def is_full_at_5e3(cell, task):
-    return (cell.task, cell.rank, cell.rate) == (task, 0, 5e-3)
-
-
-@pytest.mark.parametrize(
-    ("broken", "number"),
-    [
-        (lambda c, v: v + (c.task == "style" and c.rank == 16), 0),
-        (lambda c, v: v + 2 * (c.rows == 1024 and c.rank == 4), 1),
-        (lambda c, v: AT_5E3[c.task] + 1e-3 * c.seed if is_full_at_5e3(c, "style") else v, 2),
-        (lambda c, v: v - 9 * (c.task == "style" and c.rank == 64 and c.rate == 5e-2), 3),
-        (lambda c, v: v - 0.2 * (c.batch == 128 and c.rank == 16), 4),
-        (lambda c, v: v - 0.1 * (c.layers == "attention"), 5),
-        (lambda c, v: v - 0.1 * (c.task == "grpo" and c.rank == 1), 6),
-        (lambda c, v: AT_5E3[c.task] + 1e-3 * c.seed if is_full_at_5e3(c, "grpo") else v, 7),
-        # a run that failed is no best one
-        (lambda c, v: None if c.task == "style" and c.rank == 64 and c.rate == 1.5e-3 else v, None),
-    ],
-)
-def test_a_claim_of_regret_falls_by_its_own_figures(regret, broken, number):
-    fallen = [n for n, claim in enumerate(regret(broken)) if not claim.holds]
-    assert fallen == ([] if number is None else [number])
-
-
-def test_tables_of_the_defaults_have_shares_of_gains_and_distances_from_the_best():
-    from benchmarks.defaults import Cell, auto_table, cells, demo_table, rules_table
-
-    def value(cell):
-        if cell.study == "demo":
-            return dict.fromkeys((f"SFT {way}" for way in ENDS), 0.5) | {
-                f"PPO {way}": 0.7 + 0.1 * (cell.seed == 1234) for way in ENDS
-            }
-        if cell.study == "rules":
-            return {"before": 0.2, "judge": 0.6 if cell.algorithm == "ppo" else 1.0, "kl": 1.0}
-        if cell.case == "rlhf":
-            return {"judge": 0.8 if cell.multiple == 2 else 0.72, "before": 0.5}
-        # 4 % from the best in narrow models of step 1, 10 % elsewhere; one run failed
-        loss = {0.5: 1.0, 1.0: 1.04 if cell.case == "sft" and cell.width < 100 else 1.1}
-        return {"loss": loss.get(cell.multiple, 2.0), "before": 3.0}
-
-    results = {cell: value(cell) for cell in cells()}
-    results[Cell("auto", "reward", width=32, multiple=4.0)] = None
-    rows = auto_table(results).splitlines()
-    assert "| sft | 48 | 1.0000 | 0.5 | 1.0400 | 4.0% |" in rows
-    assert "| rlhf | 48 | 0.8000 | 2 | 0.7200 | 10.0% |" in rows
-    assert [row for row in rows if "within" in row] == [
-        "| sft: within 5% | | | | | **5 of 8** |",
-        "| reward: within 5% | | | | | **0 of 8** |",
-        "| rlhf: within 5% | | | | | **0 of 8** |",
-        "| dpo: within 5% | | | | | **0 of 8** |",
-    ]
-    row = "| no comma | 0.200 | 0.500 ± 0.000 | 1.000 ± 0.000 | 1.000 ± 0.000 |"
-    assert row in rules_table(results).splitlines()
-    # 0.8 once and 0.7 four times: a deviation of 0.1 / root 5, over root 5
-    row = "| greedy | right | 0.500 ± 0.000 | 0.720 ± 0.020 | 0.220 ± 0.020 |"
-    assert row in demo_table(results).splitlines()
-
-
-ENDS = [
-    f"{way} {mark}"
-    for way in ("greedy", "sampled")
-    for mark in ("correct", "polite", "ends", "score")
-]

@@ -56,25 +56,22 @@ def with_change(**fields):
 )
 def test_first_difference_says_file_place_and_values(tmp_path, differences, changes, expected):
     base, tree = write(tmp_path / "base"), write(tmp_path / "tree", **changes)
-    found = differences.first_difference(base, tree)
-    assert found.startswith(expected)
-    assert bool(found) == bool(expected)
+    difference = differences.first_difference(base, tree)
+    assert difference.startswith(expected)
+    assert bool(difference) == bool(expected)
 
 
-def test_missing_and_additional_files_differ_but_not_a_report(tmp_path, differences):
-    base, tree = write(tmp_path / "base"), write(tmp_path / "tree")
-    (base / "report.html").write_text("made at noon")
-    assert differences.first_difference(base, tree) == ""
-    (tree / "more.json").write_text("{}")
-    assert differences.first_difference(base, tree) == "more.json: only in this tree"
-    assert differences.first_difference(tree, base) == "more.json: only in the base"
-
-
-def test_directories_of_the_runs_are_no_difference(tmp_path, differences):
+def test_additional_files_differ_but_not_a_report_nor_directories_of_runs(tmp_path, differences):
     base, tree = (write(tmp_path / name, with_change(path="HOME/x")) for name in ("base", "tree"))
+    (base / "report.html").write_text("made at noon")
     assert "path" in differences.first_difference(base, tree)
     changes = [lambda text, home=str(home): text.replace(home, "HOME") for home in (base, tree)]
     assert differences.first_difference(base, tree, normalise=changes) == ""
+    (tree / "more.json").write_text("{}")
+    for pair, where in (((base, tree), "this tree"), ((tree, base), "the base")):
+        difference = differences.first_difference(*pair, normalise=changes)
+        assert difference == f"more.json: only in {where}"
+        changes.reverse()
 
 
 def test_a_kept_run_is_made_once_and_anew_after_one_that_failed(tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 import runpy
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "structure.py"
 FILES = {
     "tests/test_layering.py": 'FLOORS = [{"ground": Room()}, {"rl": Room()}]\n',
@@ -60,19 +58,15 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tree")
+def test_figures_of_a_tree_are_those_that_are_counted_by_hand(tmp_path):
     for name, text in FILES.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="utf-8")
-    script = runpy.run_path(str(SCRIPT))
-    return script["measure"](root, count=["Options", "RlhfTrainer.__init__"])
-
-
-def test_code_lines_leave_out_blanks_comments_and_docstrings(figures):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    measure = runpy.run_path(str(SCRIPT))["measure"]
+    figures = measure(tmp_path, count=["Options", "RlhfTrainer.__init__"])
     sizes = figures["sizes"]
-    # trainer.py: two imports, the class, its method with two lines, and the last line
+    # trainer.py: two imports, the class, its method with two lines, and the last line; blanks,
+    # comments and docstrings are left out
     assert sizes["dschat_lora/rl"] == {
         "files": 6, "lines": 33, "code lines": 9 + 7 + 2 + 4, "functions": 1, "median": 5
     }  # fmt: skip
@@ -80,58 +74,47 @@ def test_code_lines_leave_out_blanks_comments_and_docstrings(figures):
     assert (sizes["- trunk"]["lines"], sizes["- add-ons"]["lines"]) == (33 + 3 + 4, 1)
     assert sizes["- rl"] == sizes["dschat_lora/rl"]
     assert sizes["training"]["files"] == 0
-
-
-def test_arrows_between_rooms_leave_out_what_is_for_type_checkers(figures):
-    assert figures["rooms"] == {
-        "rooms": 3,
-        # addons to rl; rl to addons and ground; ground to rl
-        "arrows between rooms": 4,
-        "circles between rooms": ["addons <-> rl", "ground <-> rl"],
-        "strongly connected rooms": ["addons ground rl"],
-        "arrows to a higher floor": ["ground -> rl"],
-        "arrows among add-ons": 0,
-        "modules of the trunk that import add-ons": ["rl.trainer"],
-    }
-
-
-def test_a_room_from_inside(figures):
-    assert figures["inside rl"] == {
-        "flat files": 2,
-        "sub-folders": 1,
-        # the trainer to draw and options, draw to options
-        "arrows between parts": 3,
-        "circles between parts": [],
-        "strongly connected parts": [],
-        "import depth": 4,
-        "longest chain": ["trainer > draw.prompts > draw.rows > options"],
-    }
-    assert figures["siblings"] == {"rl.trainer": 2}
-
-
-def test_lines_of_functions_and_what_names_engines_outside_their_room(figures):
-    assert figures["lines of functions"] == {"rl.trainer.RlhfTrainer.__init__": 5}
-    assert figures["files outside addons that name engines"] == {
-        "in rl": ["rl/draw/rows.py", "rl/options.py"],
-        "elsewhere": [],
-    }
-
-
-def test_fields_arguments_mentions_and_style(figures):
-    assert figures["fields and arguments"] == {
-        "rl.options.Options": 2,
-        "rl.trainer.RlhfTrainer.__init__": 3,
-    }
-    assert figures["files that mention a feature outside its room / all"]["teachers"] == "1 / 1"
-    assert figures["style"] == {
-        "isinstance(config, ...)": 1,
-        'messages of "no effect"': 1,
-        "plain Any": 1,
-        "public classes of one name": ["Prompts"],
-        "lines of the largest function": {"rl.trainer.__init__": 5},
-        "lines of the largest file": {"rl/trainer.py": 15},
-        "functions that assign found": 1,
-        "public docstrings": 0,
-        # Options, RlhfTrainer, Prompts twice, whiten
-        "public definitions without": 5,
+    teachers = figures.pop("files that mention a feature outside its room / all")["teachers"]
+    assert teachers == "1 / 1"
+    method = "rl.trainer.RlhfTrainer.__init__"
+    assert figures == figures | {
+        "rooms": {
+            "rooms": 3,
+            # addons to rl; rl to addons and ground; ground to rl; none for type checkers
+            "arrows between rooms": 4,
+            "circles between rooms": ["addons <-> rl", "ground <-> rl"],
+            "strongly connected rooms": ["addons ground rl"],
+            "arrows to a higher floor": ["ground -> rl"],
+            "arrows among add-ons": 0,
+            "modules of the trunk that import add-ons": ["rl.trainer"],
+        },
+        "inside rl": {
+            "flat files": 2,
+            "sub-folders": 1,
+            # the trainer to draw and options, draw to options
+            "arrows between parts": 3,
+            "circles between parts": [],
+            "strongly connected parts": [],
+            "import depth": 4,
+            "longest chain": ["trainer > draw.prompts > draw.rows > options"],
+        },
+        "siblings": {"rl.trainer": 2},
+        "lines of functions": {method: 5},
+        "files outside addons that name engines": {
+            "in rl": ["rl/draw/rows.py", "rl/options.py"],
+            "elsewhere": [],
+        },
+        "fields and arguments": {"rl.options.Options": 2, method: 3},
+        "style": {
+            "isinstance(config, ...)": 1,
+            'messages of "no effect"': 1,
+            "plain Any": 1,
+            "public classes of one name": ["Prompts"],
+            "lines of the largest function": {"rl.trainer.__init__": 5},
+            "lines of the largest file": {"rl/trainer.py": 15},
+            "functions that assign found": 1,
+            "public docstrings": 0,
+            # Options, RlhfTrainer, Prompts twice, whiten
+            "public definitions without": 5,
+        },
     }

@@ -1,11 +1,12 @@
 """Training the bundled model on the bundled data, as the parts about numbers do it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from dschat_lora.assets import BUNDLED_DATA
@@ -53,7 +54,7 @@ class Bundled:
         size = TINY if tiny else FULL
         self.size = replace(size, rows_per_step=rows_per_step or size.rows_per_step)
         self.source = find_model(None)
-        self.tokenizer: Any = load_tokenizer(self.source.base, MODEL)
+        self.tokenizer = load_tokenizer(self.source.base, MODEL)
         self.samples = _samples(self.tokenizer, self.size)
 
     def windows(self, steps: int, *, share: int = 0, shares: int = 1) -> Iterator[list[Batch]]:
@@ -95,17 +96,21 @@ class Bundled:
 
 
 def make_engine(
-    model: Any,
+    model: PreTrainedModel,
     *,
     dtype: str,
     zero_stage: int,
     rows: int,
     accumulation_steps: int,
+    network: nn.Module | None = None,
+    rate: float | None = None,
     offload: bool = False,
-    deepspeed_json: Mapping[str, Any] | None = None,
 ) -> TrainEngine:
-    """An engine with the stages' defaults over a transformers model with adapters."""
-    optim = OptimConfig()
+    """An engine with the stages' defaults over a transformers model with adapters.
+
+    ``network`` computes what is trained on; by default the loss of the next token.
+    """
+    optim = OptimConfig(lora_learning_rate=rate)
     settings = EngineSettings(
         dtype=dtype,
         zero_stage=zero_stage,
@@ -115,32 +120,12 @@ def make_engine(
         max_grad_norm=optim.max_grad_norm,
         betas=(optim.adam_beta1, optim.adam_beta2),
         epsilon=optim.adam_epsilon,
-        deepspeed_json=deepspeed_json or {},
+        deepspeed_json={},
     )
-    return TrainEngine(CausalLMLoss(model), parameter_groups(model, optim), settings)
+    return TrainEngine(network or CausalLMLoss(model), parameter_groups(model, optim), settings)
 
 
-def bundled_engine(
-    bundled: Bundled,
-    *,
-    dtype: str,
-    zero_stage: int,
-    deepspeed_json: Mapping[str, Any] | None = None,
-) -> tuple[AdaptedModel, TrainEngine]:
-    """A fresh adapted model and the engine over it."""
-    adapted = bundled.build(dtype)
-    engine = make_engine(
-        adapted.model,
-        dtype=dtype,
-        zero_stage=zero_stage,
-        rows=bundled.size.rows_per_step // 2,
-        accumulation_steps=2,
-        deepspeed_json=deepspeed_json,
-    )
-    return adapted, engine
-
-
-def _samples(tokenizer: Any, size: DataSize) -> list[SequenceSample]:
+def _samples(tokenizer: PreTrainedTokenizerBase, size: DataSize) -> list[SequenceSample]:
     eos_id = int(tokenizer.eos_token_id)
     chat = Chat(tokenizer, tokenizer.convert_ids_to_tokens(eos_id))
     rows = islice(iter_file(BUNDLED_DATA["train"]), size.num_samples)

@@ -89,7 +89,7 @@ def random_pairs(*, vocab_size: int, max_seq_len: int, limit: int) -> Pairs:
     return Pairs(samples, _train([], vocab_size).to_str(), "random tokens")
 
 
-def load_tokenizer(text: str) -> Any:
+def load_tokenizer(text: str) -> PreTrainedTokenizerFast:
     """A tokenizer of transformers from :attr:`Pairs.tokenizer`."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(text),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import OPTConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.common.pair_data import QUANTILES, draw_length
 from benchmarks.common.shapes import Shape, draw_weights_, model_config
@@ -29,36 +29,23 @@ REAL, ENDING, FULL = "real prompts", "real prompts, answers end", "full prompts"
 
 
 @dataclass(frozen=True)
-class DecoderShape:
-    """An OPT decoder."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-
-
-@dataclass(frozen=True)
 class IterationSize:
     """Actor and critic, and how much an iteration is.
 
     Attributes:
-        actor, critic: their bases; the reference has the actor's, the reward model the critic's.
-            None: there is no critic.
-        vocab_size: of both.
-        lora_dim: r, on all six linear layers of each block.
+        actor, critic: their bases, with the actor's vocabulary and rank; the reference has the
+            actor's, the reward model the critic's. None: there is no critic.
         max_prompt, max_answer: tokens.
         responses: of an iteration, one to a prompt.
-        chat_micro: responses of a micro-batch of DeepSpeed-Chat's update.
+        chat_micro: responses of a micro-batch of the others' updates.
         settings: those that are measured.
         rounds: iterations of each. seconds: no round begins later than so much after the first.
         group: responses to a prompt, of algorithms that compare them.
         max_num_seqs: responses that the package decodes at a time.
     """
 
-    actor: DecoderShape | Shape
-    critic: DecoderShape | None
-    vocab_size: int
-    lora_dim: int
+    actor: Shape
+    critic: Shape | None
     max_prompt: int
     max_answer: int
     responses: int
@@ -103,7 +90,7 @@ class PpoTask:
 
 
 def write_task(
-    directory: Path, size: IterationSize, *, dtype: str, threads: int, device: Any
+    directory: Path, size: IterationSize, *, dtype: str, threads: int, device: torch.device
 ) -> PpoTask:
     """Draw everything, the weights on ``device``, and write it to an empty directory."""
     generator = np.random.default_rng(SEED)
@@ -119,17 +106,17 @@ def write_task(
     everything = prompts + [size.max_prompt] * size.responses
     if size.settings == (FULL,):
         everything = everything[size.responses :]
-    ids = [generator.integers(FIRST_WORD, size.vocab_size, n).tolist() for n in everything]
+    ids = [generator.integers(FIRST_WORD, size.actor.vocab_size, n).tolist() for n in everything]
     rows = [json.dumps({"prompt": " ".join(map(_word, each))}) for each in ids]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    tokenizer = word_tokenizer(size.vocab_size)
+    tokenizer = word_tokenizer(size.actor.vocab_size)
     for role, adapter in (("actor", "sft"), ("critic", "reward")):
         base, shape = directory / role, getattr(size, role)
         if shape is None:
             continue
-        _write_base(base, shape, size, dtype=DTYPES[dtype], device=device)
+        _write_base(base, shape, dtype=DTYPES[dtype], device=device)
         tokenizer.save_pretrained(base)
-        _write_adapter(directory / adapter, base, size.lora_dim, scores=adapter == "reward")
+        _write_adapter(directory / adapter, base, size.actor.lora_dim, scores=adapter == "reward")
         tokenizer.save_pretrained(directory / adapter)
     first = tuple(range(size.responses))
     settings = {
@@ -144,7 +131,7 @@ def _word(token: int) -> str:
     return f"w{token}"
 
 
-def word_tokenizer(vocab_size: int) -> Any:
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A token for each word, so that prompts have the lengths they are meant to have."""
     special = {"</s>": EOS_ID, "<pad>": PAD_ID, "<unk>": UNK_ID}
     words = {_word(token): token for token in range(FIRST_WORD, vocab_size)}
@@ -154,39 +141,17 @@ def word_tokenizer(vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def _write_base(
-    path: Path,
-    shape: DecoderShape | Shape,
-    size: IterationSize,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    config = model_config(shape) if isinstance(shape, Shape) else _opt_config(shape, size)
+def _write_base(path: Path, shape: Shape, *, dtype: torch.dtype, device: torch.device) -> None:
+    config = model_config(shape)
     config.eos_token_id, config.bos_token_id, config.pad_token_id = EOS_ID, None, PAD_ID
-    model: Any = load_causal_lm("random", config, ModelConfig(), dtype=dtype, meta=True)
+    model = load_causal_lm("random", config, ModelConfig(), dtype=dtype, meta=True)
     draw_weights_(model, device)
     _suppress_special_(model)
     model.save_pretrained(path)
 
 
-def _opt_config(shape: DecoderShape, size: IterationSize) -> OPTConfig:
-    return OPTConfig(
-        hidden_size=shape.hidden_size,
-        word_embed_proj_dim=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        ffn_dim=4 * shape.hidden_size,
-        vocab_size=size.vocab_size,
-        max_position_embeddings=max(512, size.max_prompt + size.max_answer),
-        dropout=0.0,
-        attention_dropout=0.0,
-        layerdrop=0.0,
-    )
-
-
 @torch.no_grad()
-def _suppress_special_(model: Any) -> None:
+def _suppress_special_(model: PreTrainedModel) -> None:
     """Make logits of special tokens far below any other; without biases, as any other."""
     last = getattr(model.get_decoder(), "final_layer_norm", None)
     if last is None:

@@ -97,6 +97,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 def _text(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, Mapping):  # a spread
+        return "{median:.3g} ({quartile_1:.3g} - {quartile_3:.3g})".format(**value)
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return str(value)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -52,11 +53,10 @@ class Shape:
     experts: tuple[int, int] = (0, 0)  # of a block, each ``ffn_size`` wide, and those of a token
     tied: bool = False  # embedding and head, but for OPT's, which always are
 
-    @property
-    def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of the products of a block, each size once."""
-        wide = (self.hidden_size, self.ffn_size)
-        return [(self.hidden_size, self.hidden_size), wide, wide[::-1]]
+
+def opt_shape(hidden: int, layers: int, heads: int, vocabulary: int, lora_dim: int) -> Shape:
+    """An OPT of 512 positions, whose rows are another's to choose."""
+    return Shape(hidden, layers, heads, 4 * hidden, vocabulary, 512, lora_dim, 1, 1, 1)
 
 
 SHAPES = {
@@ -87,7 +87,7 @@ TINY = {
 
 def random_model(
     shape: Shape, *, dtype: torch.dtype, device: torch.device, group: TensorGroup | None = None
-) -> Any:
+) -> PreTrainedModel:
     """The model with its adapter on ``device``, weights drawn there; no file is touched.
 
     Of a ``group`` of ranks that hold it between them, this one's part.
@@ -99,14 +99,16 @@ def random_model(
 
 def random_base(
     shape: Shape, *, dtype: torch.dtype, device: torch.device, group: TensorGroup | None = None
-) -> Any:
+) -> PreTrainedModel:
     """The model without an adapter."""
     model = meta_base(shape, dtype=dtype, group=group)
     draw_weights_(model, device)
     return model
 
 
-def meta_base(shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = None) -> Any:
+def meta_base(
+    shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = None
+) -> PreTrainedModel:
     """The shape of the model alone, on the meta device."""
     return load_causal_lm(
         "random",
@@ -118,7 +120,7 @@ def meta_base(shape: Shape, *, dtype: torch.dtype, group: TensorGroup | None = N
     )
 
 
-_FAMILIES: dict[str, Any] = {
+_FAMILIES: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -156,7 +158,7 @@ def model_config(shape: Shape) -> PretrainedConfig:
 
 
 @torch.no_grad()
-def draw_weights_(model: Any, device: torch.device) -> None:
+def draw_weights_(model: PreTrainedModel, device: torch.device) -> None:
     """From the meta device to ``device``: weights from N(0, 0.02^2), biases 0, norms 1."""
     states = {n: state_of(p) for n, p in model.named_parameters() if is_quantized(p)}
     model.to_empty(device=device)

@@ -1,33 +1,76 @@
 """Contenders in processes of their own that take turns: how they start, answer and are compared."""
 
+import logging
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from statistics import quantiles
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, Protocol
 
+import psutil
 import torch
 
+from benchmarks.common.report import print_table
 from dschat_lora.engine.distributed import device
+from dschat_lora.engine.process_group import shutdown
+from dschat_lora.perf.throughput import synchronize
 
 ANSWER_SECONDS = 600.0  # for a contender to be ready, or to take a turn
+END_SECONDS = 3.0  # to remove what it has written
 NOT_INSTALLED = "TRL or PEFT is not installed"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step or an iteration went through."""
+
+    amount: int  # pairs, tokens without padding, or tokens of responses
+    positions: int = 0  # with padding
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    idle_cpu_seconds: float = 0.0  # since its last step, while others took theirs
+    generation_seconds: float | None = None
+
+
+Context = SpawnContext | ForkServerContext
+
+
+class Served(Protocol):
+    """A contender; ``ready`` is what it says when it is built."""
+
+    ready: Any
+
+
+class Task(Protocol):
+    """What all contenders are given."""
+
+    @property
+    def threads(self) -> int:
+        """Of a CPU."""
 
 
 @dataclass
 class Runner:
-    """A contender's process, and what its turns took."""
+    """A contender's process, and what its turns took.
+
+    Attributes:
+        ready: what the contender said when it was built.
+        problem: why it does not run.
+    """
 
     name: str
-    process: Any
+    process: Any  # as its context makes them, or None
     connection: Any
     ready: Any = None
     problem: str | None = None
-    works: list[Any] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
     peak_bytes: int | None = None
 
     def receive(self) -> Any:
@@ -43,50 +86,78 @@ class Runner:
             return None
         return answer
 
-    def ask(self, message: Any) -> Any:
-        """Its answer to a message."""
-        self.connection.send(message)
+    def ask(self, method: str, *arguments: object) -> Any:
+        """What a method of its contender returns."""
+        self.connection.send((method, *arguments))
         return self.receive()
 
 
-def make_context(preload: Sequence[str]) -> Any:
+def serve(connection: Connection, build: Callable[..., Served], task: Task) -> None:
+    """Build a contender, then call its methods that messages name, with their arguments.
+
+    First its ``ready`` is sent. ``forget_peak`` and ``peak_bytes``, above what the imported
+    libraries take, are answered besides. A text says that something failed.
+    """
+    torch.set_num_threads(task.threads)
+    logging.disable(logging.WARNING)
+    libraries = psutil.Process().memory_info().rss if not torch.cuda.is_available() else 0
+    try:
+        contender = build(task)
+        connection.send(contender.ready)
+        known = {"forget_peak": forget_peak, "peak_bytes": lambda: peak_bytes() - libraries}
+        while True:
+            method, *arguments = connection.recv()
+            answer = (known.get(method) or getattr(contender, method))(*arguments)
+            connection.send(True if answer is None else answer)
+    except (EOFError, BrokenPipeError):  # nobody asks any more
+        shutdown()
+    except BaseException as error:
+        connection.send(f"{type(error).__name__}: {error}"[:500])
+        raise
+
+
+def make_context(preload: Sequence[str]) -> Context:
     """How processes start: on a CPU all with the same modules imported."""
     # A process that has looked for a GPU must not fork.
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(list(preload))
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
     return context
 
 
-def start(context: Any, name: str, serve: Callable[..., None], task: Any) -> Runner:
-    """A process that runs ``serve(connection, name, task)``."""
+def start(context: Context, name: str, build: Callable[..., Served], task: Task) -> Runner:
+    """A process that serves what ``build`` makes of the task."""
     mine, its = context.Pipe()
-    process = context.Process(target=serve, args=(its, name, task), daemon=True)
+    process = context.Process(target=serve, args=(its, build, task), daemon=True)
     process.start()
     its.close()
     return Runner(name, process, mine)
 
 
-def start_all(
-    contenders: Iterable[str], serve: Callable[..., None], task: Any, *, optional: Sequence[str]
-) -> list[Runner]:
-    """A process for each contender; those of TRL only where it and PEFT are installed.
+@contextmanager
+def contenders(
+    builders: Mapping[str, Callable[..., Served]], task: Task, *, optional: Sequence[str] = ()
+) -> Iterator[list[Runner]]:
+    """A process for each contender, within; those of TRL only where it and PEFT are installed.
 
     Args:
-        contenders: their names.
-        serve: run in each; see :func:`start`.
+        builders: of contenders, by their names.
         task: of all of them.
         optional: modules that TRL's contenders import, so that their memory is a library's.
     """
-    installed = has_trl()
-    context = make_context([serve.__module__, *(optional if installed else ())])
-    return [
-        start(context, name, serve, task)
-        if installed or not name.startswith("TRL")
+    modules = {getattr(build, "func", build).__module__ for build in builders.values()}
+    context = make_context([*modules, *(optional if has_trl() else ())])
+    runners = [
+        start(context, name, build, task)
+        if has_trl() or not name.startswith("TRL")
         else Runner(name, None, None, problem=NOT_INSTALLED)
-        for name in contenders
+        for name, build in builders.items()
     ]
+    try:
+        yield runners
+    finally:
+        stop(runners)
 
 
 def all_run(runners: Iterable[Runner]) -> bool:
@@ -101,23 +172,23 @@ def has_trl() -> bool:
 
 def stop(runners: Sequence[Runner]) -> None:
     """Leave no process behind."""
-    for runner in runners:
-        if runner.process is not None:
-            runner.process.kill()
-            runner.process.join()
+    started = [runner for runner in runners if runner.process is not None]
+    for runner in started:
+        runner.connection.close()
+    for runner in started:
+        runner.process.join(END_SECONDS)
+        runner.process.kill()
+        runner.process.join()
 
 
-def take_turns(
-    runners: Sequence[Runner], *, rounds: int, seconds: float = math.inf, deadline: float = math.inf
-) -> None:
-    """A step of each in every round; there is one round at least.
+def take_turns(runners: Sequence[Runner], *, rounds: int, seconds: float = math.inf) -> None:
+    """A step of each in every round, after a first answer; there is one round at least.
 
     Args:
-        runners: as :func:`start` gave them.
+        runners: as :func:`contenders` gives them.
         rounds: at most.
-        seconds: no round begins later than so much after the first one.
-        deadline: of ``time.monotonic()``: no round begins that would end later, if it took as
-            long as the longest one so far.
+        seconds: no round begins that would end later than so much after the first one began, if
+            it took as long as the longest one so far.
     """
     for runner in runners:
         if runner.process is not None:
@@ -125,7 +196,7 @@ def take_turns(
     first, longest = time.monotonic(), 0.0
     for number in range(rounds):
         begun = time.monotonic()
-        if number and (begun > first + seconds or begun + longest > deadline):
+        if number and begun + longest > first + seconds:
             break
         for runner in runners:
             if runner.problem is None:
@@ -134,7 +205,44 @@ def take_turns(
         longest = max(longest, time.monotonic() - begun)
     for runner in runners:
         if runner.problem is None:
-            runner.peak_bytes = runner.ask("stop")
+            runner.peak_bytes = runner.ask("peak_bytes")
+
+
+def compared(runner: Runner, ours: Runner) -> dict[str, Any]:
+    """A contender's medians, and in how many of our times it does as much, round by round."""
+    works, peak = runner.works, runner.peak_bytes
+    row = {"contender": runner.name, "problem": runner.problem, "rounds": len(works)}
+    row["peak_mib"] = peak and peak / 2**20
+    if not works:
+        return row
+    generation = [w.generation_seconds for w in works if w.generation_seconds is not None]
+    amount = sum(work.amount for work in works)
+    return row | {
+        "amount": amount / len(works),
+        "per_second": median(work.amount / work.seconds for work in works),
+        "per_cpu_second": median(work.amount / work.cpu_seconds for work in works),
+        "seconds": median(work.seconds for work in works),
+        "cpu_seconds": median(work.cpu_seconds for work in works),
+        "generation_seconds": median(generation) if generation else None,
+        "positions_each": sum(work.positions for work in works) / amount,
+        "times_ours": times_ours(runner, ours, "seconds"),
+        "cpu_times_ours": times_ours(runner, ours, "cpu_seconds"),
+        "works": [asdict(work) for work in works],
+    }
+
+
+def print_compared(what: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A line for each of the rows, and for each problem."""
+    names = {
+        **{"amount": "a step", "per_second": "per s", "per_cpu_second": "per CPU s"},
+        **{"seconds": "s", "generation_seconds": "generation", "positions_each": "positions each"},
+        **{"times_ours": "x ours", "cpu_times_ours": "x CPU time", "peak_mib": "peak MiB"},
+    }
+    table = [[row["contender"], *(row.get(name) for name in names)] for row in rows]
+    print_table([what, *names.values()], table)
+    for row in rows:
+        if row["problem"]:
+            print(f"{row['contender']}: {row['problem']}")
 
 
 def times_ours(runner: Runner, ours: Runner, measure: str) -> dict[str, float]:
@@ -195,13 +303,24 @@ class DeviceTimer:
     @property
     def milliseconds(self) -> float:
         """Of the latest run; waits for its end."""
-        if isinstance(self._start, float):
-            return 1e3 * (self._end - self._start)
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end))
+        start, end = self._start, self._end
+        if isinstance(start, float) or isinstance(end, float):
+            return 1e3 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
 
 
-def _mark() -> Any:
+def timed(step: Callable[[], Work]) -> Work:
+    """What a step says, with its seconds."""
+    synchronize(device())
+    start, cpu = time.perf_counter(), time.process_time()
+    work = step()
+    synchronize(device())
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    return replace(work, seconds=seconds, cpu_seconds=cpu_seconds)
+
+
+def _mark() -> float | torch.cuda.Event:
     if device().type != "cuda":
         return time.process_time()
     event = torch.cuda.Event(enable_timing=True)

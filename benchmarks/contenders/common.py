@@ -7,26 +7,23 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, Literal, Protocol
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import OPTConfig
+from transformers import PreTrainedModel, Trainer
 
-from benchmarks.common.pair_data import PAD_ID
-from benchmarks.common.shapes import draw_weights_
-from benchmarks.common.turns import forget_peak, peak_bytes
+from benchmarks.common.shapes import draw_weights_, model_config, opt_shape
+from benchmarks.common.turns import Work, forget_peak, timed
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.config.groups import ModelConfig, OptimConfig
+from dschat_lora.config.groups import ModelConfig
+from dschat_lora.data.batch import Batch
 from dschat_lora.data.loader import StepLoader
-from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
+from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.layers import LoraLinear
 from dschat_lora.lora.model import seeded_generator
-from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.loading import load_causal_lm
 from dschat_lora.models.reward_model import load_reward_model
-from dschat_lora.perf.throughput import synchronize
 
 SEED = 0
 ALPHA = 32.0
@@ -83,6 +80,12 @@ class Task:
     micro_batch: int = 4
     accumulation: int = 4
 
+    def amount(self, samples: Sequence[int]) -> int:
+        """Tokens of samples without padding, or how many pairs they are."""
+        if self.kind != "sft":
+            return len(samples)
+        return sum(len(self.samples[number].input_ids) for number in samples)
+
     def rows_like_samples(self, num_rows: int) -> tuple[int, int]:
         """Rows of a micro-batch, and micro-batches of a step, where rows hold several samples.
 
@@ -105,35 +108,10 @@ class Task:
                 yield [order[start : start + micro_batch] for start in starts]
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a step went through."""
-
-    amount: int  # pairs, or tokens without padding
-    positions: int  # with padding
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    idle_cpu_seconds: float = 0.0  # since its last step, while others took theirs
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A contender before its first step.
-
-    Attributes:
-        loss: of the first samples, adapters drawn at random.
-        reference_seconds: to compute the reference of all pairs beforehand; None: not done.
-    """
-
-    loss: float
-    reference_seconds: float | None
-
-
 class Contender(Protocol):
     """A way to train."""
 
-    model: Any
-    reference_seconds: float | None
+    model: PreTrainedModel
 
     def step(self) -> Work:
         """The next optimizer step."""
@@ -142,50 +120,46 @@ class Contender(Protocol):
         """Mean loss of samples."""
 
 
-def base_model(task: Task) -> Any:
+class InTurns:
+    """A way to train, its adapters drawn at random, whose steps are timed.
+
+    ``ready`` is the loss of the first samples, before any step.
+    """
+
+    def __init__(self, build: Callable[[Task], Contender], task: Task) -> None:
+        self._way = build(task)
+        draw_adapters_(self._way.model)
+        self.ready = self._way.loss(list(range(min(CHECKED, len(task.samples)))))
+        for _ in range(WARM_UPS):
+            self._way.step()
+        forget_peak()
+        self._ended = time.process_time()
+
+    def step(self) -> Work:
+        """The next optimizer step."""
+        idle = time.process_time() - self._ended
+        work = replace(timed(self._way.step), idle_cpu_seconds=idle)
+        self._ended = time.process_time()
+        return work
+
+
+def base_model(task: Task) -> PreTrainedModel:
     """The base on its device, weights drawn there: the same for all."""
-    config = OPTConfig(
-        hidden_size=task.size.hidden_size,
-        word_embed_proj_dim=task.size.hidden_size,
-        num_hidden_layers=task.size.num_layers,
-        num_attention_heads=task.size.num_heads,
-        ffn_dim=4 * task.size.hidden_size,
-        vocab_size=task.size.vocab_size,
-        max_position_embeddings=max(512, task.size.max_seq_len),
-        pad_token_id=PAD_ID,
-        dropout=0.0,
-        attention_dropout=0.0,
-        layerdrop=0.0,
+    size = task.size
+    shape = opt_shape(
+        size.hidden_size, size.num_layers, size.num_heads, size.vocab_size, size.lora_dim
     )
+    config = model_config(shape)
     options = {"dtype": DTYPES[task.dtype], "meta": True}
     if task.kind == "reward":
-        model: Any = load_reward_model("random", config, ModelConfig(), seed=SEED, **options)
+        model = load_reward_model("random", config, ModelConfig(), seed=SEED, **options)
     else:
         model = load_causal_lm("random", config, ModelConfig(), **options)
     draw_weights_(model, device())
     return model
 
 
-def make_engine(
-    network: nn.Module, task: Task, *, micro_batch: int, accumulation: int
-) -> TrainEngine:
-    """Our engine, as the package's defaults set it, over a network whose adapters train."""
-    optim = OptimConfig(lora_learning_rate=RATE)
-    settings = EngineSettings(
-        dtype=task.dtype,
-        zero_stage=0,
-        offload=False,
-        micro_batch_size=micro_batch,
-        accumulation_steps=accumulation,
-        max_grad_norm=1.0,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        epsilon=optim.adam_epsilon,
-        deepspeed_json={},
-    )
-    return TrainEngine(network, parameter_groups(network.model, optim), settings)
-
-
-def whole_windows(loader: StepLoader) -> Iterator[Any]:
+def whole_windows(loader: StepLoader) -> Iterator[list[Batch]]:
     """Our loader's windows, epoch after epoch, without the last one of each, which may be short."""
     whole = loader.num_rows // loader.rows_per_step
     assert whole, "too few samples for a step"
@@ -208,7 +182,7 @@ class ChatLora(nn.Module):
         return F.linear(x, self.weight, self.bias) + (x @ self.right @ self.left) * self.scaling
 
 
-def chat_model(task: Task) -> Any:
+def chat_model(task: Task) -> PreTrainedModel:
     """The base frozen, with DeepSpeed-Chat's adapters on all six linear layers."""
     model = base_model(task)
     names = [name for name, _ in model.named_modules() if name.endswith(LINEARS)]
@@ -220,8 +194,7 @@ def add_chat_lora_(model: nn.Module, names: Iterable[str], lora_dim: int) -> Non
     """Freeze the model, and put DeepSpeed-Chat's adapters in place of these linear layers."""
     model.requires_grad_(False)
     for name in names:
-        base: Any = model.get_submodule(name)
-        model.set_submodule(name, ChatLora(base, lora_dim, ALPHA / lora_dim))
+        model.set_submodule(name, ChatLora(model.get_submodule(name), lora_dim, ALPHA / lora_dim))
 
 
 class ChatSteps:
@@ -256,21 +229,19 @@ def leave_group() -> None:
         os.environ.pop(name, None)
 
 
-def trl_options(task: Task, directory: str) -> dict[str, Any]:
-    """Of any of its trainers: no recomputation, no 16-bit types where the task has none."""
+def trl_options(dtype: str, directory: str, **more: object) -> dict[str, object]:
+    """Of any of its trainers: no recomputation, no 16-bit types where the base has none."""
     leave_group()
     return {
         "output_dir": directory,
-        "per_device_train_batch_size": task.micro_batch,
-        "gradient_accumulation_steps": task.accumulation,
         "learning_rate": RATE,
-        "max_length": task.size.max_seq_len,
-        "bf16": task.dtype == "bf16",
-        "fp16": task.dtype == "fp16",
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
         "gradient_checkpointing": False,
         "use_cpu": device().type == "cpu",
         "report_to": "none",
         "disable_tqdm": True,
+        **more,
     }
 
 
@@ -280,7 +251,7 @@ class TrlSteps:
     Its data loader, logging and callbacks are left out.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         trainer.create_optimizer_and_scheduler(10**6)
         self.model, self._optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
@@ -289,26 +260,26 @@ class TrlSteps:
 
     def step(self, window: list[list[int]]) -> int:
         """A step on micro-batches of examples; its positions."""
-        batches = (self.collate([self.examples[n] for n in micro]) for micro in window)
-        inputs, targets = self.trainer.get_batch_samples(batches, len(window), device())
-        positions = sum(each["input_ids"].numel() for each in inputs)
-        self.trainer.current_gradient_accumulation_steps = len(window)
+        collate = self.trainer.data_collator
+        batches = (collate([self.examples[n] for n in micro]) for micro in window)
+        inputs = self.step_on(batches, len(window))
+        return sum(each["input_ids"].numel() for each in inputs)
+
+    def step_on(self, batches: Iterator[Any], count: int) -> list[Any]:
+        """A step on the next ``count`` micro-batches, which are returned."""
+        inputs, targets = self.trainer.get_batch_samples(batches, count, device())
+        self.trainer.current_gradient_accumulation_steps = count
         for each in inputs:
             self.trainer.training_step(self.model, each, targets)
         self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self.model.zero_grad()
-        return positions
-
-    def collate(self, examples: list[Any]) -> dict[str, Any]:
-        """Its batch of examples."""
-        batch: dict[str, Any] = self.trainer.data_collator(examples)
-        return batch
+        return inputs
 
     @torch.no_grad()
-    def loss(self, examples: list[Any]) -> float:
+    def loss(self, examples: list[dict[str, list[int]]]) -> float:
         """Its loss of one micro-batch."""
-        inputs = self.trainer._prepare_inputs(self.collate(examples))
+        inputs = self.trainer._prepare_inputs(self.trainer.data_collator(examples))
         return float(self.trainer.compute_loss(self.model, inputs))
 
 
@@ -316,60 +287,18 @@ class TrlSteps:
 def draw_adapters_(model: nn.Module) -> None:
     """The same random factors whatever the layers are: their loss says more than that of zeros."""
     for name, module in model.named_modules():
-        name = name.removeprefix("base_model.model.")
-        a, b, transposed = _factors(module)
-        if a is not None and b is not None:
-            generator = seeded_generator(SEED, name)
-            for factor in (a, b):
-                shape = factor.T.shape if transposed else factor.shape
-                values = torch.empty(shape).normal_(std=0.02, generator=generator)
-                factor.copy_(values.T if transposed else values)
+        generator = seeded_generator(SEED, name.removeprefix("base_model.model."))
+        for factor in _factors(module):
+            factor.copy_(torch.empty(factor.shape).normal_(std=0.02, generator=generator))
 
 
-def _factors(module: Any) -> tuple[Tensor | None, Tensor | None, bool]:
+def _factors(module: nn.Module) -> tuple[Tensor, ...]:
+    """(r, in) and (out, r), as views; none of other layers."""
     if isinstance(module, LoraLinear):
-        return module.lora_A, module.lora_B, False
+        return module.lora_A, module.lora_B
     if isinstance(module, ChatLora):
-        return module.right, module.left, True
-    if type(module).__module__.startswith("peft.tuners.lora"):
-        factors = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
-        if all(isinstance(each, nn.ModuleDict) for each in factors):
-            first, second = (each["default"].weight for each in factors)  # type: ignore[index]
-            return first, second, False
-    return None, None, False
-
-
-def answer(connection: Any, build: Callable[[Task], Contender], task: Task) -> None:
-    """Build a contender, then take a step each time "step" comes, until "stop" does.
-
-    Sends :class:`Ready`, a :class:`Work` for each step, last the peak memory in bytes above what
-    the imported libraries take; a text where something fails.
-    """
-    torch.set_num_threads(task.threads)
-    libraries = psutil.Process().memory_info().rss
-    try:
-        contender = build(task)
-        draw_adapters_(contender.model)
-        loss = contender.loss(list(range(min(CHECKED, len(task.samples)))))
-        for _ in range(WARM_UPS):
-            contender.step()
-        forget_peak()
-        connection.send(Ready(loss, contender.reference_seconds))
-        ended = time.process_time()
-        while connection.recv() == "step":
-            idle = time.process_time() - ended
-            connection.send(replace(_timed(contender), idle_cpu_seconds=idle))
-            ended = time.process_time()
-        connection.send(peak_bytes() - (libraries if device().type == "cpu" else 0))
-    except BaseException as error:
-        connection.send(f"{type(error).__name__}: {error}"[:500])
-        raise
-
-
-def _timed(contender: Contender) -> Work:
-    synchronize(device())
-    start, cpu = time.perf_counter(), time.process_time()
-    work = contender.step()
-    synchronize(device())
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    return replace(work, seconds=seconds, cpu_seconds=cpu_seconds)
+        return module.right.T, module.left.T
+    if type(module).__module__.startswith("peft.tuners.lora") and hasattr(module, "lora_B"):
+        factors = (getattr(module, name)["default"] for name in ("lora_A", "lora_B"))
+        return tuple(factor.weight for factor in factors)
+    return ()

@@ -4,12 +4,13 @@ DeepSpeed-Chat's way is written anew, as in :mod:`benchmarks.contenders.common`.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from benchmarks.common.bundled import make_engine
 from benchmarks.common.ppo_task import word_tokenizer
@@ -18,11 +19,11 @@ from benchmarks.contenders.common import (
     ALPHA,
     CHAT,
     OURS,
-    RATE,
     ChatSteps,
     TrlSteps,
     add_chat_lora_,
     draw_adapters_,
+    trl_options,
 )
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig
@@ -32,11 +33,14 @@ from dschat_lora.engine.distributed import device
 from dschat_lora.lora.experts import fused_experts
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.blocks import check_compiler, compile_blocks
 from dschat_lora.models.loading import share_parameters
 from dschat_lora.supervised.loop import evaluate, train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+T = TypeVar("T")
 PEFT, NARROW, TRL = "PEFT", "PEFT, 16-bit factors", "TRL"
 RECOMPUTING = {"use_reentrant": False}
 
@@ -52,7 +56,7 @@ class Way(Protocol):
         all_logits: whether those of every position are.
     """
 
-    model: Any
+    model: PreTrainedModel
     adam: torch.optim.Optimizer
     update: DeviceTimer
     skips_padding: bool
@@ -70,7 +74,9 @@ class OurLoop:
 
     all_logits = False
 
-    def __init__(self, engine: TrainEngine, model: Any, *, by_spans: bool = True) -> None:
+    def __init__(
+        self, engine: TrainEngine, model: PreTrainedModel, *, by_spans: bool = True
+    ) -> None:
         self.model, self.adam, self.update = model.train(), engine.adam, DeviceTimer()
         self._engine, self._trunk = engine, Backbone(model)
         self._trunk.by_spans &= by_spans
@@ -88,7 +94,7 @@ class OurLoop:
         return evaluate(self._engine, [batch], SUPERVISED).loss
 
     def _take_place(self) -> None:
-        engine: Any = self._engine
+        engine = self._engine
         engine.module.backbone = self._trunk
         engine.queue_step = partial(_timed, self.update, partial(TrainEngine.queue_step, engine))
 
@@ -99,13 +105,13 @@ class ChatLoop:
     skips_padding = False
     all_logits = True
 
-    def __init__(self, steps: ChatSteps, model: Any) -> None:
+    def __init__(self, steps: ChatSteps, model: PreTrainedModel) -> None:
         self.model, self.adam, self.update = model.train(), steps.adam, DeviceTimer()
         self._steps = steps
 
     def step(self, batches: Sequence[Batch]) -> bool:
         """An optimizer step, which is never skipped."""
-        steps: Any = self._steps
+        steps = self._steps
         steps.update = partial(_timed, self.update, partial(ChatSteps.update, steps))
         steps.step([partial(self._loss, batch) for batch in batches])
         return False
@@ -123,8 +129,7 @@ class ChatLoop:
             labels = batch.input_ids.masked_fill(mask == 0, IGNORE_INDEX)
         inputs = {"input_ids": batch.input_ids, "attention_mask": mask, "labels": labels}
         moved = {name: value.to(device()) for name, value in inputs.items()}
-        loss: Tensor = self.model(**moved, use_cache=False).loss
-        return loss
+        return self.model(**moved, use_cache=False).loss
 
 
 class TrlLoop:
@@ -137,26 +142,17 @@ class TrlLoop:
     skips_padding = False
     all_logits = False
 
-    def __init__(self, model: Any, dtype: str, directory: str) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: str, directory: str) -> None:
         from datasets import Dataset, disable_progress_bars
         from trl import SFTConfig, SFTTrainer
 
         disable_progress_bars()
-        config = SFTConfig(
-            output_dir=directory,
-            learning_rate=RATE,
-            max_length=None,
-            bf16=dtype == "bf16",
-            fp16=dtype == "fp16",
-            gradient_checkpointing=False,
-            use_cpu=device().type == "cpu",
-            report_to="none",
-            disable_tqdm=True,
-            dataset_kwargs={"skip_prepare_dataset": True},
-        )
         trainer = SFTTrainer(
             model=model,
-            args=config,
+            args=SFTConfig(
+                **trl_options(dtype, directory, max_length=None),
+                dataset_kwargs={"skip_prepare_dataset": True},
+            ),
             train_dataset=Dataset.from_list([{"input_ids": [4, 5], "labels": [4, 5]}]),
             processing_class=word_tokenizer(model.config.vocab_size),
         )
@@ -166,9 +162,8 @@ class TrlLoop:
     def step(self, batches: Sequence[Batch]) -> bool:
         """An optimizer step, which is never skipped."""
         self._steps.examples = [row for batch in batches for row in _examples(batch)]
-        numbers, window = iter(range(len(self._steps.examples))), []
-        for batch in batches:
-            window.append([next(numbers) for _ in _examples(batch)])
+        numbers = iter(range(len(self._steps.examples)))
+        window = [[next(numbers) for _ in _examples(batch)] for batch in batches]
         with self.update:
             self._steps.step(window)
         return False
@@ -183,21 +178,21 @@ def _examples(batch: Batch) -> list[dict[str, list[int]]]:
     labels = torch.full((batch.input_ids.numel(),), IGNORE_INDEX)
     labels[batch.logit_positions + 1] = batch.target_ids
     labels = labels.view_as(batch.input_ids)
-    found = []
+    examples = []
     for ids, own, segments in zip(batch.input_ids, labels, batch.segment_ids, strict=True):
         for number in range(1, int(segments.max()) + 1):
             here = segments == number
-            found.append({"input_ids": ids[here].tolist(), "labels": own[here].tolist()})
-    return found
+            examples.append({"input_ids": ids[here].tolist(), "labels": own[here].tolist()})
+    return examples
 
 
-def _timed(timer: DeviceTimer, function: Any) -> Any:
+def _timed(timer: DeviceTimer, function: Callable[[], T]) -> T:
     with timer:
         return function()
 
 
 def build_ways(
-    base: Any, *, lora_dim: int, dtype: str, variants: bool, tiny: bool
+    base: PreTrainedModel, *, lora_dim: int, dtype: str, variants: bool
 ) -> dict[str, Way]:
     """Each way by name, its adapters on the weights of ``base``.
 
@@ -206,7 +201,6 @@ def build_ways(
         lora_dim: r, on all linear layers of the blocks; alpha is the same for all.
         dtype: of the base.
         variants: ours with its parts left out too, and theirs with recomputation.
-        tiny: run compiled blocks as they are, for compiling takes a minute.
     """
     model = share_parameters(base)
     lora = LoraConfig(lora_dim=lora_dim, lora_alpha=ALPHA)
@@ -219,7 +213,7 @@ def build_ways(
     for each in (*models.values(), chat):
         draw_adapters_(each)
     # Copies first: they would take an engine's hooks with them.
-    recomputing, masked, compiled = (share_parameters(model) for _ in range(3))
+    recomputing, masked = share_parameters(model), share_parameters(model)
     recomputing.gradient_checkpointing_enable(RECOMPUTING)
     chat_recomputing = share_parameters(chat)
     chat_recomputing.gradient_checkpointing_enable({"use_reentrant": True})
@@ -235,16 +229,12 @@ def build_ways(
         ways[f"{CHAT}, recomputing"] = ChatLoop(steps, chat_recomputing)
         ways[f"{OURS}, recomputing"] = OurLoop(engines[OURS], recomputing)
         ways[f"{OURS}, dense mask"] = OurLoop(engines[OURS], masked, by_spans=False)
-        if tiny or _can_compile():
-            # Last: what is compiled must find every trunk in place.
-            ways[f"{OURS}, compiled"] = OurLoop(engines[OURS], compiled)
-            compile_blocks(compiled)
-        if tiny:
-            torch.compiler.set_stance("force_eager")
     return ways
 
 
-def build_published_ways(base: Any, *, lora_dim: int, dtype: str, directory: str) -> dict[str, Way]:
+def build_published_ways(
+    base: PreTrainedModel, *, lora_dim: int, dtype: str, directory: str
+) -> dict[str, Way]:
     """Ours, and where they are installed PEFT with 16-bit factors and TRL, on one base.
 
     Of experts ours alone, whose factors PEFT holds otherwise. ``directory`` is for what TRL writes.
@@ -267,18 +257,14 @@ def build_published_ways(base: Any, *, lora_dim: int, dtype: str, directory: str
     return ways
 
 
-def _can_compile() -> bool:
-    try:
-        check_compiler(device())
-    except ValueError as error:
-        print(f"{OURS}, compiled: left out: {error}")
-        return False
-    return True
-
-
 def add_peft_lora(
-    model: Any, names: Sequence[str], lora_dim: int, dtype: torch.dtype, *, narrow: bool = False
-) -> Any:
+    model: PreTrainedModel,
+    names: Sequence[str],
+    lora_dim: int,
+    dtype: torch.dtype,
+    *,
+    narrow: bool = False,
+) -> PreTrainedModel:
     """The model with PEFT's layers, which train fp32 factors under autocast as its users do.
 
     With ``narrow`` factors have the type of the base, and nothing is cast.
@@ -297,7 +283,9 @@ def add_peft_lora(
     return model
 
 
-def peft_model(model: Any, names: Sequence[str], lora_dim: int, *, narrow: bool) -> Any:
+def peft_model(
+    model: PreTrainedModel, names: Sequence[str], lora_dim: int, *, narrow: bool
+) -> "PeftModel":
     """PEFT's model around this one, which is changed in place."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
@@ -306,7 +294,7 @@ def peft_model(model: Any, names: Sequence[str], lora_dim: int, *, narrow: bool)
     return get_peft_model(model, config, autocast_adapter_dtype=not narrow)
 
 
-def _under_autocast(dtype: torch.dtype, function: Any, x: Tensor) -> Any:
+def _under_autocast(dtype: torch.dtype, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.autocast(device().type, dtype):
         return function(x)
 

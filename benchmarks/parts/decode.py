@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.common.bundled import Bundled
 from benchmarks.common.report import PartReport, print_table
@@ -73,7 +74,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
     _print(cases)
 
 
-def _model(load: Load, device: torch.device) -> tuple[Any, int]:
+def _model(load: Load, device: torch.device) -> tuple[PreTrainedModel, int]:
     """A model whose adapters have a say, and its padding token."""
     if load.name == "opt-1.3b":
         model, pad_id = random_model(SHAPES[load.name], dtype=torch.bfloat16, device=device), PAD_ID
@@ -92,7 +93,7 @@ def _model(load: Load, device: torch.device) -> tuple[Any, int]:
 
 
 def _measure(
-    report: PartReport, load: Load, model: Any, *, pad_id: int, device: torch.device
+    report: PartReport, load: Load, model: PreTrainedModel, *, pad_id: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Rows of one load: every response as long as it may be, and ended by some tokens."""
     prompts = prompts_of(load, model.config.vocab_size)
@@ -141,7 +142,7 @@ def _some_ends(texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def ours(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     ends: Sequence[int],
@@ -168,7 +169,7 @@ def ours(
 
 
 def generate(
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     ends: Sequence[int],
@@ -216,7 +217,7 @@ def now(device: torch.device) -> float:
 
 def _compare(
     load: Load,
-    model: Any,
+    model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     ends: Sequence[int],
     options: dict[str, Any],
@@ -246,7 +247,7 @@ def _compare(
 
 
 def _step(
-    load: Load, model: Any, prompts: Sequence[Sequence[int]], options: dict[str, Any]
+    load: Load, model: PreTrainedModel, prompts: Sequence[Sequence[int]], options: dict[str, Any]
 ) -> dict[str, float]:
     """One token of every row, the prompts' reading left out, and the bytes it must read."""
     half, whole = (

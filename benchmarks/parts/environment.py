@@ -1,13 +1,11 @@
 """What this machine is, what it has, and its ceilings: products of matrices, and copies."""
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.common.report import PartReport, print_table
-from benchmarks.common.shapes import SHAPES, TINY
 from benchmarks.common.turns import DeviceTimer
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
@@ -19,55 +17,29 @@ OPTIONAL = ("peft", "datasets", "pyarrow", "sentencepiece")
 def run(report: PartReport, *, tiny: bool) -> None:
     """Print and store device, optional packages and what it does at best."""
     report.store({"hardware": _hardware(), "compute_type_auto": resolve_dtype("auto")})
-    found = {name: importlib.util.find_spec(name) is not None for name in OPTIONAL}
-    report.store({"optional_packages": found})
-    print(f"{_hardware()}  optional packages: {found}")
+    installed = {name: importlib.util.find_spec(name) is not None for name in OPTIONAL}
+    report.store({"optional_packages": installed})
+    print(f"{_hardware()}  optional packages: {installed}")
     peaks = {name: _peak(dtype, tiny=tiny) for name, dtype in DTYPES.items()}
     copied = copy_rate(2**20 if tiny else 2**30)
     report.store({"matmul_tflops": peaks, "copy_terabytes_per_second": copied})
     rows = [[name, peak["measured"], peak["table"]] for name, peak in peaks.items()]
     print_table(["matmul", "measured TFLOP/s", "table TFLOP/s"], rows)
     print(f"copy: {copied:.3g} TB/s read and written")
-    layers = _layers(tiny=tiny)
-    report.store({"layer_tflops": layers})
-    header = ["product", "tokens", "in", "out", "TFLOP/s"]
-    print_table(header, [list(row.values()) for row in layers])
     report.check("every type multiplies", all(peak["measured"] > 0 for peak in peaks.values()))
 
 
-def copy_rate(elements: int) -> float:
-    """What a copy of so many fp32 numbers reads and writes, TB/s."""
+def copy_rate(elements: int, rounds: int = 5) -> float:
+    """What a copy of so many fp32 numbers reads and writes, TB/s: the fastest but the first."""
     source = torch.empty(elements, dtype=torch.float32, device=device())
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _fastest(lambda: target.copy_(source)) / 1e12
-
-
-def _layers(*, tiny: bool) -> list[dict[str, Any]]:
-    """TFLOP/s of the frozen products of each shape in 16 bits, forward."""
-    dtype = DTYPES["bf16" if tiny else resolve_dtype("auto")]
-    rows = []
-    for name, shape in (TINY if tiny else SHAPES).items():
-        tokens = shape.rows * shape.row_length
-        for inputs, outputs in shape.linears:
-            x = torch.randn(tokens, inputs, device=device(), dtype=dtype)
-            weight = torch.randn(outputs, inputs, device=device(), dtype=dtype)
-            seconds = _fastest(lambda x=x, w=weight: torch.nn.functional.linear(x, w))  # type: ignore[misc]
-            tflops = 2 * tokens * inputs * outputs / seconds / 1e12
-            rows.append(
-                {"shape": name, "tokens": tokens, "in": inputs, "out": outputs, "tflops": tflops}
-            )
-    return rows
-
-
-def _fastest(work: Callable[[], Any], rounds: int = 5) -> float:
-    """Seconds of the fastest of some runs after one that does not count."""
     times = []
     for _ in range(rounds + 1):
         with DeviceTimer() as timer:
-            work()
+            target.copy_(source)
         times.append(timer.milliseconds)
     # The clock of a CPU's processor time may not have moved.
-    return max(min(times[1:]), 1e-3) / 1e3
+    return 2 * source.nbytes / max(min(times[1:]), 1e-3) / 1e9
 
 
 def _peak(dtype: torch.dtype, *, tiny: bool) -> dict[str, float | None]:

@@ -8,23 +8,38 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from benchmarks import grpo
-from benchmarks.common.ppo_task import FULL, IterationSize, write_task
+from benchmarks.common.ppo_task import FULL, REAL, IterationSize, write_task
 from benchmarks.common.report import PartReport, print_table
-from benchmarks.common.shapes import SHAPES, Shape, full_rows, random_base, random_model
-from benchmarks.common.turns import peak_bytes, start_all, stop, take_turns
-from benchmarks.contenders.throughput import OURS, build_published_ways
+from benchmarks.common.shapes import (
+    SHAPES,
+    Shape,
+    full_rows,
+    opt_shape,
+    random_base,
+    random_model,
+)
+from benchmarks.common.turns import (
+    Runner,
+    compared,
+    contenders,
+    peak_bytes,
+    print_compared,
+    take_turns,
+)
+from benchmarks.contenders.common import OURS
+from benchmarks.contenders.rlhf import OurGrpo, TrlGrpo
+from benchmarks.contenders.throughput import build_published_ways
 from benchmarks.parts import decode, throughput
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import device_peak, measured_peak
 
 GIB = 2**30
+ALL_SHAPES = SHAPES | {"opt-3m": opt_shape(256, 4, 8, 4096, 16)}
 SMALL = Shape(64, 2, 4, 128, 512, 256, 4, 4, 64, 64, "llama", 2)
 SMALL_EXPERTS = replace(SMALL, architecture="qwen3_moe", ffn_size=32, experts=(4, 2), head_size=16)
 
@@ -58,15 +73,18 @@ class Iteration:
 
     shape: str
     responses: int
-    prompt: int
-    answer: int
+    lengths: tuple[tuple[int, int], ...]  # of prompts, at most, and of responses
     micro_batch: int
     lora_dim: int
-    base_bits: Any = 16
+    base_bits: Literal[4, 16] = 16
     most_gib: float | None = None  # of memory
     most_seconds: float | None = None
     # Contenders, with the responses that ours decodes at a time.
-    ways: tuple[tuple[str, int | str], ...] = ((grpo.OURS, "auto"),)
+    ways: tuple[tuple[str, int | str], ...] = ((OURS, "auto"),)
+    # Prompts as long as they may be; else also shorter ones, and contenders take turns.
+    full: bool = True
+    rounds: int = 2
+    seconds: float = 40.0
 
 
 PUBLISHED: dict[str, Training | Decoding | Iteration] = {
@@ -78,16 +96,23 @@ PUBLISHED: dict[str, Training | Decoding | Iteration] = {
     # Prompts are long, as 20,000 steps of decoding take longer than a part may; what is held
     # at the end is the same.
     "grpo-llama-3.1-8b": Iteration(
-        "llama-3-8b", 8, 16_000, 4_000, 1, 16, base_bits=4, most_gib=30.0
+        "llama-3-8b", 8, ((16_000, 4_000),), 1, 16, base_bits=4, most_gib=30.0
     ),
     "grpo-qwen2.5-1.5b": Iteration(
-        *("qwen2.5-1.5b", 168, 128, 1_200, 8, 1),
+        *("qwen2.5-1.5b", 168, ((128, 1_200),), 8, 1),
         most_seconds=5.0,
-        ways=((grpo.OURS, "auto"), (grpo.TRL, "auto")),
+        ways=((OURS, "auto"), ("TRL", "auto")),
     ),
     "rows": Iteration(
-        *("llama-3.2-1b", 64, 256, 256, 8, 16),
-        ways=((grpo.OURS, "auto"), (grpo.OURS, 64), (grpo.OURS, 16)),
+        *("llama-3.2-1b", 64, ((256, 256),), 8, 16),
+        ways=((OURS, "auto"), (OURS, 64), (OURS, 16)),
+    ),
+    "grpo": Iteration(
+        *("opt-3m", 64, ((64, 64), (256, 64), (64, 256), (256, 256)), 16, 16),
+        ways=((OURS, "auto"), ("TRL", "auto")),
+        full=False,
+        rounds=5,
+        seconds=600.0,
     ),
 }
 
@@ -95,8 +120,9 @@ PUBLISHED: dict[str, Training | Decoding | Iteration] = {
 def run(report: PartReport, *, tiny: bool, name: str) -> None:
     """Measure one of the settings; store, print and check."""
     setting = PUBLISHED[name]
-    experts = SHAPES[setting.shape].experts[0] > 0
-    shape = (SMALL_EXPERTS if experts else SMALL) if tiny else SHAPES[setting.shape]
+    shape = ALL_SHAPES[setting.shape]
+    if tiny:
+        shape = SMALL_EXPERTS if shape.experts[0] else SMALL
     shape = replace(shape, lora_dim=min(setting.lora_dim, 4) if tiny else setting.lora_dim)
     report.store({"setting": asdict(setting), "shape": asdict(shape)})
     if isinstance(setting, Training):
@@ -111,9 +137,7 @@ def _train(report: PartReport, setting: Training, shape: Shape, *, tiny: bool) -
     dtype = "bf16" if tiny else resolve_dtype("auto")
     length, rows = (64, 4) if tiny else (setting.length, setting.rows)
     shape = replace(shape, rows=rows, row_length=length, max_sample=length)
-    size, rounds = (256, 3) if tiny else (8192, 20)
-    measured = measured_peak(device(), DTYPES[dtype], size=size, rounds=rounds)
-    peak = device_peak(device(), DTYPES[dtype])
+    measured, peak = throughput.peaks(DTYPES[dtype], tiny=tiny)
     base = random_base(shape, dtype=DTYPES[dtype], device=device())
     with tempfile.TemporaryDirectory() as directory:
         ways = build_published_ways(base, lora_dim=shape.lora_dim, dtype=dtype, directory=directory)
@@ -128,7 +152,10 @@ def _train(report: PartReport, setting: Training, shape: Shape, *, tiny: bool) -
                 [case], describe(ways[OURS].model), peak, rounds=2, seconds=0 if tiny else 15.0
             )
             done = cases[: cases.index(case) + 1]
-            entries = [{"case": c.name} | throughput.entry_of(c, cases[0], measured) for c in done]
+            entries = [
+                {"case": c.name} | throughput.entry_of(c, cases[0], measured, DTYPES[dtype])
+                for c in done
+            ]
             report.store({"dtype": dtype, "cases": entries})
     columns = ("case", "tokens_per_second", "x_ours_median", "tflops_per_device", "mfu", "peak_gib")
     print_table(columns, [[each.get(column) for column in columns] for each in entries])
@@ -143,7 +170,7 @@ def _decode(report: PartReport, setting: Decoding, shape: Shape, *, tiny: bool) 
     dtype = DTYPES["fp32" if tiny else resolve_dtype("auto")]
     model = random_model(shape, dtype=dtype, device=device()).eval()
     options: dict[str, Any] = {"pad_id": 1, "device": device()}
-    found: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     for rows, published in setting.tokens_per_second.items():
         count = min(rows, 4) if tiny else rows
         lengths = (8, 8) if tiny else (setting.prompt, setting.prompt)
@@ -154,7 +181,7 @@ def _decode(report: PartReport, setting: Decoding, shape: Shape, *, tiny: bool) 
             for n in range(1 + load.rounds)
         ]
         rate = median(call.tokens / call.seconds for call in calls[1:])
-        found.append(
+        cases.append(
             {
                 "rows": rows,
                 "tokens_per_second": rate,
@@ -163,61 +190,59 @@ def _decode(report: PartReport, setting: Decoding, shape: Shape, *, tiny: bool) 
                 "peak_gib": peak_bytes() / GIB,
             }
         )
-        report.store({"cases": found})
-    print_table(list(found[0]), [list(each.values()) for each in found])
-    report.check("all rows were decoded", all(each["tokens_per_second"] > 0 for each in found))
+        report.store({"cases": cases})
+    print_table(list(cases[0]), [list(each.values()) for each in cases])
+    report.check("all rows were decoded", all(each["tokens_per_second"] > 0 for each in cases))
 
 
 def _iterate(report: PartReport, setting: Iteration, shape: Shape, *, tiny: bool) -> None:
     shape = replace(shape, base_bits=16 if tiny else setting.base_bits)
-    responses, prompt, answer = setting.responses, setting.prompt, setting.answer
-    if tiny:
-        responses, prompt, answer = 8, 16, 8
-    size = IterationSize(
-        shape, None, shape.vocab_size, shape.lora_dim, prompt, answer, responses,
-        8 if tiny else setting.micro_batch, (FULL,), 2, 40.0,
-    )  # fmt: skip
-    dtype = "fp32" if tiny else resolve_dtype("auto")
+    builders = {OURS: OurGrpo, "TRL": TrlGrpo}
+    # One after another, as later ones may be stopped, or in turns.
+    groups = [[way] for way in setting.ways] if setting.full else [[*setting.ways]]
+    cases: list[dict[str, Any]] = []
+    for prompt, answer in setting.lengths:
+        ours = None
+        for group in groups:
+            amount = (prompt, answer, setting.responses, setting.micro_batch)
+            size = IterationSize(
+                shape,
+                None,
+                *((16, 8, 8, 8) if tiny else amount),
+                (FULL,) if setting.full else (REAL, FULL),
+                setting.rounds,
+                setting.seconds,
+                max_num_seqs=group[0][1],
+            )
+            runners = _runners_after(size, {name: builders[name] for name, _ in group})
+            ours = ours or runners[0]
+            head = {"max_prompt": prompt, "max_answer": answer, "max_num_seqs": group[0][1]}
+            cases += [head | compared(runner, ours) for runner in runners]
+            report.store({"cases": cases})
+    print_compared("an iteration", cases)
+    first = cases[0]
+    ran = [
+        case["rounds"] > 0 and not case["problem"] for case in cases if case["contender"] == OURS
+    ]
+    report.check("ours ran", all(ran))
+    if not tiny and setting.most_gib is not None:
+        most = setting.most_gib
+        report.check(f"at most {most:g} GiB", (first["peak_mib"] or 1e9) / 1024 <= most)
+    if not tiny and setting.most_seconds is not None:
+        claim = f"an iteration takes {setting.most_seconds:g} s at most"
+        report.check(claim, first.get("seconds", 1e9) <= setting.most_seconds)
+
+
+def _runners_after(size: IterationSize, builders: dict[str, Any]) -> list[Runner]:
+    """The contenders after their iterations, without the first, which warms up."""
+    dtype = resolve_dtype("auto") if torch.cuda.is_available() else "fp32"
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     with tempfile.TemporaryDirectory() as directory:
         task = write_task(Path(directory), size, dtype=dtype, threads=threads, device=device())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        rows: list[dict[str, Any]] = []
-        for name, at_a_time in setting.ways:  # one after another, as later ones may be stopped
-            optional = ("trl", "peft", "datasets")
-            own = replace(task, size=replace(size, max_num_seqs=at_a_time))
-            (runner,) = start_all((name,), grpo.serve, own, optional=optional)
-            try:
-                take_turns([runner], rounds=size.rounds + 1, seconds=size.seconds)
-            finally:
-                stop([runner])
-            works = runner.works[1:] or runner.works  # the first turn warms up
-            ours = rows[0]["seconds"] if rows else None
-            seconds = median(work.wall_seconds for work in works) if works else None
-            generation = [work.generation_seconds for work in works if work.generation_seconds]
-            rows.append(
-                {
-                    "contender": name,
-                    "rounds": len(works),
-                    "max_num_seqs": at_a_time if name == grpo.OURS else None,
-                    "seconds": seconds,
-                    "generation_seconds": median(generation) if generation else None,
-                    "x_ours": seconds / ours if seconds and ours else None,
-                    "generated": works[0].generated if works else 0,
-                    "peak_gib": runner.peak_bytes and runner.peak_bytes / GIB,
-                    "problem": runner.problem,
-                }
-            )
-            report.store({"dtype": dtype, "cases": rows})
-    print_table(list(rows[0]), [list(row.values()) for row in rows])
-    first = rows[0]
-    ran = [row["rounds"] > 0 and row["problem"] is None for row in rows]
-    ours = [each for (name, _), each in zip(setting.ways, ran, strict=True) if name == grpo.OURS]
-    report.check("ours ran", all(ours))
-    if not tiny and setting.most_gib is not None:
-        most = setting.most_gib
-        report.check(f"at most {most:g} GiB", (first["peak_gib"] or most + 1) <= most)
-    if not tiny and setting.most_seconds is not None:
-        claim = f"an iteration takes {setting.most_seconds:g} s at most"
-        report.check(claim, (first["seconds"] or 1e9) <= setting.most_seconds)
+        with contenders(builders, task, optional=("trl", "peft", "datasets")) as runners:
+            take_turns(runners, rounds=size.rounds + 1, seconds=size.seconds)
+    for runner in runners:
+        runner.works = runner.works[1:] or runner.works
+    return runners

@@ -1,5 +1,6 @@
 """Steps whose rows have ever other lengths: whether the memory that is reserved keeps growing."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from benchmarks.common.bundled import make_engine
 from benchmarks.common.report import PartReport, print_table
 from benchmarks.common.shapes import SHAPES, TINY, Shape, full_rows, micro_batches, random_model
+from dschat_lora.data.batch import Batch
 from dschat_lora.engine.build import DTYPES, resolve_dtype
 from dschat_lora.engine.distributed import device
 from dschat_lora.supervised.loop import train_steps
@@ -48,7 +50,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
     report.check("what is reserved stays", max(reserved) <= GROWTH * max(reserved[:half]))
 
 
-def _losses(shape: Shape, steps: int) -> Any:
+def _losses(shape: Shape, steps: int) -> Iterator[float]:
     dtype = resolve_dtype("auto")
     model = random_model(shape, dtype=DTYPES[dtype], device=device()).train()
     engine = make_engine(model, dtype=dtype, zero_stage=0, rows=ROWS, accumulation_steps=1)
@@ -58,7 +60,7 @@ def _losses(shape: Shape, steps: int) -> Any:
         yield step.loss
 
 
-def _window(shape: Shape, length: int) -> Any:
+def _window(shape: Shape, length: int) -> list[Batch]:
     """One micro-batch of rows of this length."""
     rows = full_rows(replace(shape, row_length=length, max_sample=length))
     return micro_batches(rows, ROWS * length)

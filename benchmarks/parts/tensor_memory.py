@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from benchmarks.common.bundled import make_engine
 from dschat_lora.config.groups import LoraConfig, ModelConfig, ParallelConfig
@@ -67,7 +67,7 @@ def held(
     return found
 
 
-def read(path: str, group: TensorGroup | None, *, dtype: str) -> tuple[Any, int]:
+def read(path: str, group: TensorGroup | None, *, dtype: str) -> tuple[PreTrainedModel, int]:
     """The model at ``path``, or this process's part, and the most host memory it took to read.
 
     Pages of the files themselves do not count: they are read again where they are needed.

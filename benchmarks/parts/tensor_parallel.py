@@ -15,9 +15,8 @@ import torch
 
 from benchmarks.common.report import PartReport, print_table
 from benchmarks.common.shapes import SHAPES, Shape, random_base
-from benchmarks.common.teams import Layout, Team
-from benchmarks.common.turns import make_context, spread
-from benchmarks.parts.tensor_ranks import losses, memory, prepare, step
+from benchmarks.common.turns import Context, Work, make_context, spread
+from benchmarks.parts.tensor_ranks import Layout, Team
 from dschat_lora.engine.build import DTYPES
 
 # Nats a step's loss may be off that of one process, by type.
@@ -91,7 +90,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
     report.store({"runs_on": "gpu" if on_gpu else "cpu", "left_out": left_out, "steps": size.steps})
     for line in left_out:
         print(f"left out  {line}")
-    context = make_context([f"benchmarks.parts.{name}" for name in ("teams", "tensor_ranks")])
+    context = make_context(["benchmarks.parts.tensor_ranks"])
     teams: dict[Layout, Team] = {}
     try:
         _losses(report, context, layouts, teams, size)
@@ -105,7 +104,7 @@ def run(report: PartReport, *, tiny: bool) -> None:
 
 def _losses(
     report: PartReport,
-    context: Any,
+    context: Context,
     layouts: list[Layout],
     teams: dict[Layout, Team],
     size: TeamSize,
@@ -117,10 +116,10 @@ def _losses(
     for layout in layouts:
         team = Team(context, layout)
         for dtype in size.types:
-            found = team.ask(losses, dtype=dtype, steps=size.steps, tiny=size.tiny_data)
-            whole.setdefault(dtype, found[0]["losses"])
-            runs.append({"layout": layout.name, "type": dtype, **found[0]})
-            rows.append(_loss_row(layout, dtype, found, whole[dtype]))
+            ranks = team.ask("losses", dtype, size.steps, size.tiny_data)
+            whole.setdefault(dtype, ranks[0]["losses"])
+            runs.append({"layout": layout.name, "type": dtype, **ranks[0]})
+            rows.append(_loss_row(layout, dtype, ranks, whole[dtype]))
             report.store({"losses": rows, "loss_runs": runs})
         if layout.processes <= MOST_TIMED:
             teams[layout] = team
@@ -134,11 +133,11 @@ def _losses(
 
 
 def _loss_row(
-    layout: Layout, dtype: str, found: list[dict[str, Any]], whole: list[float]
+    layout: Layout, dtype: str, ranks: list[dict[str, Any]], whole: list[float]
 ) -> dict[str, Any]:
     distances = [
         abs(loss - expected)
-        for each in found
+        for each in ranks
         for loss, expected in zip(each["losses"], whole, strict=True)
     ]
     return {
@@ -147,8 +146,8 @@ def _loss_row(
         "first loss": whole[0],
         "last loss": whole[-1],
         "max |d TP 1|": max(distances),
-        "replicas alike": all(each["replicas_alike"] for each in found),
-        "collectives a step": sum(found[0]["collectives"].values()),
+        "replicas alike": all(each["replicas_alike"] for each in ranks),
+        "collectives a step": ranks[0]["collectives"],
     }
 
 
@@ -158,7 +157,7 @@ def _memory(report: PartReport, teams: dict[Layout, Team], size: TeamSize, path:
     rows = []
     for layout in (WHOLE, TWO):
         if layout in teams:
-            each = teams[layout].ask(memory, path=str(path), shape=size.held, dtype=size.dtype)
+            each = teams[layout].ask("memory", str(path), size.held, size.dtype)
             most = {f"{name} MiB": max(rank[name] for rank in each) / 2**20 for name in each[0]}
             rows.append({"layout": layout.name, **most})
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -177,32 +176,30 @@ def _time(report: PartReport, teams: dict[Layout, Team], size: TeamSize, path: P
     """Of a step on the same tokens, in turns."""
     _save(size.timed, size.dtype, path)
     for team in teams.values():
-        team.ask(prepare, path=str(path), shape=size.timed, dtype=size.dtype)
-    works: dict[Layout, list[list[dict[str, float]]]] = {layout: [] for layout in teams}
+        team.ask("prepare", str(path), size.timed, size.dtype)
+    works: dict[Layout, list[list[Work]]] = {layout: [] for layout in teams}
     for _ in range(size.rounds):
         for layout, team in teams.items():
-            works[layout].append(team.ask(step))
+            works[layout].append(team.ask("step"))
     rows = [_time_row(layout, each, works[WHOLE]) for layout, each in works.items()]
     report.store({"time": rows})
     header = [name for name in rows[0] if name != "seconds_all"]
     print_table(header, [[row[name] for name in header] for row in rows])
-    same = {work[0]["tokens"] for each in works.values() for work in each}
+    same = {work[0].amount for each in works.values() for work in each}
     report.check("every layout trains the same tokens", len(same) == 1)
 
 
-def _time_row(
-    layout: Layout, works: list[list[dict[str, float]]], whole: list[list[dict[str, float]]]
-) -> dict[str, Any]:
+def _time_row(layout: Layout, works: list[list[Work]], whole: list[list[Work]]) -> dict[str, Any]:
     """A step takes as long as its slowest rank, and the processor time of all."""
-    seconds = [max(rank["seconds"] for rank in work) for work in works]
-    ratios = [one[0]["seconds"] / each for one, each in zip(whole, seconds, strict=True)]
+    seconds = [max(rank.seconds for rank in work) for work in works]
+    ratios = [one[0].seconds / each for one, each in zip(whole, seconds, strict=True)]
     times = spread(ratios)
     return {
         "layout": layout.name,
         "processes": layout.processes,
         "step s": median(seconds),
-        "CPU s of all": median(sum(rank["cpu_seconds"] for rank in work) for work in works),
-        "tokens/s": median(works[0][0]["tokens"] / each for each in seconds),
+        "CPU s of all": median(sum(rank.cpu_seconds for rank in work) for work in works),
+        "tokens/s": median(works[0][0].amount / each for each in seconds),
         "x TP 1": times["median"],
         "quartile 1": times["quartile_1"],
         "quartile 3": times["quartile_3"],

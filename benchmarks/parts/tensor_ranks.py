@@ -1,11 +1,13 @@
-"""What each process of a layout does: steps whose losses are compared, and steps that are timed."""
+"""Processes that train one model together in some layout, each asked for the same at a time."""
 
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,16 +15,14 @@ from torch import nn
 
 from benchmarks.common.bundled import Bundled, make_engine
 from benchmarks.common.shapes import Shape, micro_batches, mixed_rows
-from benchmarks.common.teams import Member
-from benchmarks.parts.tensor_memory import SEED, divided_among, held
-from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.engine.build import DTYPES
-from dschat_lora.engine.distributed import data_rank, data_world_size, device, grid
+from benchmarks.common.turns import Context, Work, start, stop, timed
+from benchmarks.parts.tensor_memory import SEED, divided_among, held, read
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.engine.distributed import data_rank, data_world_size, grid
+from dschat_lora.engine.process_group import init_distributed
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.parallel import shard_of
-from dschat_lora.models.loading import load_causal_lm, load_config
-from dschat_lora.perf.throughput import synchronize
 from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 
@@ -32,31 +32,123 @@ RATE_FACTOR = 0.2
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
-def losses(member: Member, *, dtype: str, steps: int, tiny: bool) -> dict[str, Any]:
-    """Losses of steps on the bundled model and data, and what its ranks exchanged meanwhile."""
-    layout = member.layout
-    bundled = Bundled(tiny=tiny, rows_per_step=ROWS_PER_STEP)
-    with divided_among(layout.tensor_parallel, sequence_parallel=layout.sequence_parallel) as group:
-        shares = data_world_size()
-        model = bundled.build(dtype, group=group).model
-        engine = make_engine(
-            model,
-            dtype=dtype,
-            zero_stage=0,
-            rows=ROWS_PER_STEP // 2 // shares,
-            accumulation_steps=2,
+@dataclass(frozen=True)
+class Layout:
+    """How processes share a model and the data; what is not tensor-parallel is data-parallel."""
+
+    name: str
+    processes: int
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    threads: int = 1  # of a CPU, each
+
+
+class Team:
+    """The processes of a layout, which have met."""
+
+    def __init__(self, context: Context, layout: Layout) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._runners = [
+            start(context, f"{layout.name}, rank {rank}", partial(Member, rank, port), layout)
+            for rank in range(layout.processes)
+        ]
+        self._answers()
+
+    def ask(self, method: str, *arguments: object) -> list[Any]:
+        """What a method of :class:`Member` returns on each rank.
+
+        Raises:
+            RuntimeError: if it failed on any.
+        """
+        for runner in self._runners:
+            runner.connection.send((method, *arguments))
+        return self._answers()
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        stop(self._runners)
+
+    def _answers(self) -> list[Any]:
+        answers = [runner.receive() for runner in self._runners]
+        for runner in self._runners:
+            if runner.problem is not None:
+                self.end()
+                raise RuntimeError(f"{runner.name}: {runner.problem}")
+        return answers
+
+
+class Member:
+    """One of the processes: steps whose losses are compared, and steps that are timed."""
+
+    ready = True
+
+    def __init__(self, rank: int, port: int, layout: Layout) -> None:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        sizes = {"WORLD_SIZE": layout.processes, "LOCAL_WORLD_SIZE": layout.processes}
+        os.environ.update({key: str(value) for key, value in (places | sizes).items()})
+        init_distributed()
+        self._layout = layout
+        self._divided = partial(
+            divided_among, layout.tensor_parallel, sequence_parallel=layout.sequence_parallel
         )
-        windows = bundled.windows(steps, share=data_rank(), shares=shares)
-        results = train_steps(engine, windows, SUPERVISED, repeat(RATE_FACTOR))
-        found, alike, counts = [], True, Counter[str]()
-        for _ in range(steps):
-            with counted(counts):
-                found.append(next(results).loss)
-            alike = alike and replicas_alike(model, group)
-        results.close()  # type: ignore[attr-defined]  # a generator
-        engine._engine.destroy()
-    per_step = {name: count / steps for name, count in counts.items()}
-    return {"losses": found, "replicas_alike": alike, "collectives": per_step}
+
+    def losses(self, dtype: str, steps: int, tiny: bool) -> dict[str, Any]:
+        """Losses of steps on the bundled model and data, and collectives of its ranks in each."""
+        bundled = Bundled(tiny=tiny, rows_per_step=ROWS_PER_STEP)
+        with self._divided() as group:
+            shares = data_world_size()
+            model = bundled.build(dtype, group=group).model
+            rows = ROWS_PER_STEP // 2 // shares
+            engine = make_engine(model, dtype=dtype, zero_stage=0, rows=rows, accumulation_steps=2)
+            windows = bundled.windows(steps, share=data_rank(), shares=shares)
+            results = train_steps(engine, windows, SUPERVISED, repeat(RATE_FACTOR))
+            losses, alike, collectives = [], True, 0
+            for _ in range(steps):
+                with ExitStack() as stack:
+                    spies = [
+                        stack.enter_context(
+                            mock.patch.object(dist, name, wraps=getattr(dist, name))
+                        )
+                        for name in COLLECTIVES
+                    ]
+                    losses.append(next(results).loss)
+                calls = [call.kwargs.get("group") for spy in spies for call in spy.call_args_list]
+                if (ranks := grid()) is not None:
+                    collectives += sum(each is ranks.tensor_group for each in calls)
+                alike = alike and replicas_alike(model, group)
+            results.close()  # type: ignore[attr-defined]  # a generator
+            engine._engine.destroy()
+        return {"losses": losses, "replicas_alike": alike, "collectives": collectives / steps}
+
+    def memory(self, path: str, shape: Shape, dtype: str) -> dict[str, int]:
+        """See :func:`held`; of a step on one row of the shape."""
+        return held(
+            path,
+            micro_batches(mixed_rows(shape)[:1], 1)[0],
+            tensor_parallel=self._layout.tensor_parallel,
+            lora_dim=shape.lora_dim,
+            dtype=dtype,
+        )
+
+    def prepare(self, path: str, shape: Shape, dtype: str) -> None:
+        """Make ready for :meth:`step`, with two steps that do not count."""
+        self._entered = self._divided()  # as long as the process lives
+        model, _ = read(path, self._entered.__enter__(), dtype=dtype)
+        apply_lora(model, LoraConfig(lora_dim=shape.lora_dim), seed=SEED)
+        rows = mixed_rows(shape)[data_rank() :: data_world_size()]
+        window = micro_batches(rows, shape.row_length * 2)
+        engine = make_engine(
+            model, dtype=dtype, zero_stage=0, rows=2, accumulation_steps=len(window)
+        )
+        self._steps = train_steps(engine, repeat(window), SUPERVISED, repeat(1.0))
+        for _ in range(2):
+            next(self._steps)
+
+    def step(self) -> Work:
+        """A step, and the real tokens of all processes in it."""
+        return timed(lambda: Work(next(self._steps).counts.num_tokens))
 
 
 def replicas_alike(model: nn.Module, group: TensorGroup | None) -> bool:
@@ -66,75 +158,3 @@ def replicas_alike(model: nn.Module, group: TensorGroup | None) -> bool:
     trained = (p for p in model.parameters() if p.requires_grad and shard_of(p) is None)
     copies = (group.gather(parameter.detach()) for parameter in trained)
     return all(torch.equal(each, ranks[0]) for ranks in copies for each in ranks)
-
-
-@contextmanager
-def counted(counts: "Counter[str]") -> Iterator[None]:
-    """Within, add the collectives among the ranks of a model to ``counts``, by name."""
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-    ranks = grid()
-
-    def counting(name: str) -> Any:
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            if ranks is not None and kwargs.get("group") is ranks.tensor_group:
-                counts[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return collective
-
-    for name in COLLECTIVES:
-        setattr(dist, name, counting(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-def memory(member: Member, *, path: str, shape: Shape, dtype: str) -> dict[str, int]:
-    """See :func:`held`; of a step on one row of the shape."""
-    return held(
-        path,
-        micro_batches(mixed_rows(shape)[:1], 1)[0],
-        tensor_parallel=member.layout.tensor_parallel,
-        lora_dim=shape.lora_dim,
-        dtype=dtype,
-    )
-
-
-def prepare(member: Member, *, path: str, shape: Shape, dtype: str) -> None:
-    """Make ready for :func:`step`, with two steps that do not count."""
-    layout = member.layout
-    divided = divided_among(layout.tensor_parallel, sequence_parallel=layout.sequence_parallel)
-    group = divided.__enter__()  # as long as the process lives
-    options = ModelConfig()
-    model = load_causal_lm(
-        path,
-        load_config(path, options),
-        options,
-        dtype=DTYPES[dtype],
-        meta=False,
-        group=group,
-    )
-    apply_lora(model, LoraConfig(lora_dim=shape.lora_dim), seed=SEED)
-    rows = mixed_rows(shape)[data_rank() :: data_world_size()]
-    window = micro_batches(rows, shape.row_length * 2)
-    engine = make_engine(model, dtype=dtype, zero_stage=0, rows=2, accumulation_steps=len(window))
-    steps = train_steps(engine, repeat(window), SUPERVISED, repeat(1.0))
-    member.kept = (divided, steps)
-    for _ in range(2):
-        next(steps)
-
-
-def step(member: Member) -> dict[str, float]:
-    """Seconds and processor seconds of a step, and the real tokens of all processes in it."""
-    _, steps = member.kept
-    synchronize(device())
-    start, cpu = time.perf_counter(), time.process_time()
-    result = next(steps)
-    synchronize(device())
-    return {
-        "seconds": time.perf_counter() - start,
-        "cpu_seconds": time.process_time() - cpu,
-        "tokens": result.counts.num_tokens,
-    }

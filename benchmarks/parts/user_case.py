@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.ppo_task import FULL, DecoderShape, IterationSize, PpoTask, write_task
+from benchmarks.common.ppo_task import FULL, IterationSize, PpoTask, write_task
 from benchmarks.common.report import PartReport, print_table
+from benchmarks.common.shapes import opt_shape
 from benchmarks.contenders.common import leave_group
 from dschat_lora.engine.build import resolve_dtype
 from dschat_lora.engine.distributed import device
 
 TRAINING = Path(__file__).parents[2] / "training"
-ACTORS = {"1.3b": DecoderShape(2048, 24, 32), "6.7b": DecoderShape(4096, 32, 32)}
-CRITIC = DecoderShape(1024, 24, 16)  # OPT-350M's layers: what DeepSpeed-Chat's scripts take
-TINY = DecoderShape(32, 2, 4)
-VOCABULARY, TINY_VOCABULARY = 50272, 64
+ACTORS = {
+    "1.3b": opt_shape(2048, 24, 32, 50272, 128),
+    "6.7b": opt_shape(4096, 32, 32, 50272, 128),
+}
+# OPT-350M's layers: what DeepSpeed-Chat's scripts take.
+CRITIC = opt_shape(1024, 24, 16, 50272, 128)
+TINY = opt_shape(32, 2, 4, 64, 4)
 # Seconds in which no run has written its last line: the part would be stopped.
 SECONDS = 100.0
 FIGURES = (
@@ -40,10 +44,8 @@ def run(report: PartReport, *, tiny: bool, name: str) -> None:
     stage, _, parameters = name.partition("-")
     actor = TINY if tiny else ACTORS[parameters]
     critic = (TINY if tiny else CRITIC) if stage == "ppo" else None
-    size = IterationSize(
-        actor, critic, TINY_VOCABULARY if tiny else VOCABULARY, 4 if tiny else 128,
-        *((8, 8, 8) if tiny else (256, 256, 64)), 8 if tiny else 16, (FULL,), 3, SECONDS,
-    )  # fmt: skip
+    amount = (8, 8, 8, 8) if tiny else (256, 256, 64, 16)
+    size = IterationSize(actor, critic, *amount, (FULL,), 3, SECONDS)
     dtype = "fp32" if tiny else resolve_dtype("auto")
     with tempfile.TemporaryDirectory() as directory:
         task = write_task(Path(directory), size, dtype=dtype, threads=1, device=device())
@@ -79,7 +81,7 @@ def _sft(task: PpoTask, *, tiny: bool) -> list[str]:
     options = {
         "model_name_or_path": task.path("actor"),
         "data_path": str(rows),
-        "lora_dim": str(task.size.lora_dim),
+        "lora_dim": str(task.size.actor.lora_dim),
         "gradient_accumulation_steps": "8",
         "max_seq_len": "32" if tiny else "512",
         "max_steps": "4",

@@ -49,7 +49,6 @@ _TYPES = {
     "deepspeed_config": f"{Paths} | Mapping[str, Any] | None",
     "chat_template_kwargs": "str | Mapping[str, Any] | None",
     "reward_function": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
-    "reward_gate": "str | Callable[..., Any] | Sequence[str | Callable[..., Any]]",
     "reward_model": "Model | None",
     "rollout_engine": f"Literal{[n for n in known_engines() if n[-1] != ':']} | str | object",
 }

@@ -607,7 +607,7 @@ class Given:
     ],
 )
 def test_score_is_no_number_by_the_model_and_left_out_by_a_function(rewards, words):
-    scorer = RewardSum((Given(rewards),), dict.fromkeys(rewards, 2.0), (), Words().decode)
+    scorer = RewardSum((Given(rewards),), dict.fromkeys(rewards, 2.0), Words().decode)
     if words is None:
         scorer(RESPONSES, TrainerState())
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
-PARTS = ("env", "trajectories", "scaling", "reload", "commands", "attention", "lora")
+PARTS = ("env", "optimizer", "ragged")
 
 pytestmark = [
     pytest.mark.gpu,

@@ -126,7 +126,11 @@ def write_adapter_config(directory, **changes):
         **changes,
     }
     (directory / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
-    header = b"{}"
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    saved = {
+        f"base_model.model.{each}.weight": empty for each in changes.get("modules_to_save", ())
+    }
+    header = json.dumps(saved).encode()
     weights = len(header).to_bytes(8, "little") + header
     (directory / "adapter_model.safetensors").write_bytes(weights)
     return directory
