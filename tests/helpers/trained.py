@@ -84,9 +84,9 @@ class Verbs:
             command.main()
         except SystemExit as end:
             ended = end.code
-        found = self._capsys.readouterr()
-        assert ended == code, found.err
-        return found
+        said = self._capsys.readouterr()
+        assert ended == code, said.err
+        return said
 
     def __call__(self, *argv, code=0):
         return self.run(*argv, code=code).out
