@@ -32,7 +32,7 @@ from dschat_lora.checkpoint.quantization import stored_bits
 from dschat_lora.config.bundled import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.files import read_json
-from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
+from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.held import held_object, is_held
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import without_effect
@@ -44,6 +44,8 @@ from dschat_lora.runtime.resume import is_first_rank, settle
 if TYPE_CHECKING:
     from dschat_lora.runtime.resume import Resumable
 
+# What configurations of models call the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ConfigT = TypeVar("ConfigT")
 ResumableT = TypeVar("ResumableT", bound="Resumable")
 DataT = TypeVar("DataT", bound=SourceConfig)

@@ -394,7 +394,7 @@ def _inherited(
                 f"--resume_from_checkpoint {path} was made with --{name} {file}, by which "
                 f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
             )
-    typed = (field for name, (field, _) in option_fields(config_class) if name in now)
+    typed = (field for name, (field, _) in option_fields(config_class).items() if name in now)
     replaced = set[str]().union(*(field.metadata["replaces"] for field in typed)) - now.keys()
     refused = {*options_that_run(config_class, "code", "object"), *elsewhere}
     for name in GONE.keys() & then.keys():

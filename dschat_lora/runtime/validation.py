@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.groups import parse_rope_scaling
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
     LOSSES_OF_OPTION,
@@ -16,6 +15,7 @@ from dschat_lora.config.stages import (
     DpoStageConfig,
     SupervisedConfig,
 )
+from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import (

@@ -105,7 +105,7 @@ def tune(argv: list[str]) -> None:
     """Run ``dschat-lora tune``."""
     parser = Parser("dschat-lora tune", TuneConfig.__doc__, TUNE_EXAMPLES)
     parser.add_argument("stage", metavar="STAGE", help=", ".join(STAGES))
-    for name, option in option_fields(TuneConfig):
+    for name, option in option_fields(TuneConfig).items():
         parser.add_option(OTHER, [name], *option)
     chosen, rest = parser.parse_known_args(argv)
     values = vars(chosen)
