@@ -306,10 +306,10 @@ class ModelReward:
         """A score of each response; None for one that is too long for the model."""
         from dschat_lora.data.chat import Span
         from dschat_lora.data.records import TextRecord
-        from dschat_lora.supervised.scorer import Scorer
+        from dschat_lora.supervised.scorer import LoadedRewardModel
 
         if self._scorer is None:
-            self._scorer = Scorer(ModelConfig(model_name_or_path=self._path))
+            self._scorer = LoadedRewardModel(ModelConfig(model_name_or_path=self._path))
         records = [
             TextRecord(
                 f"response {number}",

@@ -143,7 +143,7 @@ def test_accuracy_is_told_for_each_flaw(monkeypatch, tmp_path, rows):
     def score(prompt, answer):
         return float(len(answer)) * (-1 if "Leo" in prompt else 1)
 
-    monkeypatch.setattr(judging, "Scorer", Lengths)
+    monkeypatch.setattr(judging, "LoadedRewardModel", Lengths)
     right = {}
     for row in rows:
         chosen, rejected = (score(row["prompt"], row[name]) for name in ("chosen", "rejected"))
