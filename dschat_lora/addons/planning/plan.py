@@ -13,7 +13,12 @@ from dschat_lora.addons.planning.published import as_planned
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.config.groups import LoadConfig, is_on
 from dschat_lora.config.options import flatten
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.config.stages import (
+    DpoStageConfig,
+    RewardStageConfig,
+    StageConfig,
+    SupervisedConfig,
+)
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.collectives import TensorGroup
@@ -176,7 +181,7 @@ class StagePlan:
     # by config, of these models
     known: dict[Config, MemoryPlan] = field(default_factory=dict, compare=False, repr=False)
 
-    def changed(self, config: Config) -> "StagePlan":
+    def changed(self, config: StageConfig) -> "StagePlan":
         """The same models at other settings, which do not change what they are made of."""
         return replace(self, config=config)
 
@@ -282,7 +287,7 @@ class StagePlan:
         return replace(time, load=self.load, training_bytes=self.phases[TRAINING])
 
 
-def build_plan(config: Config, home: Path) -> StagePlan:
+def build_plan(config: Any, home: Path) -> StagePlan:
     """The plan of a checked config, whose placeholders lie in ``home``.
 
     Of a model that is divided among tensor-parallel ranks the first one's part is built.

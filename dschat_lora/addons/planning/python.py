@@ -153,7 +153,7 @@ def tune(
         SystemExit: after Ctrl-C, once the runs are saved; ``resume=True`` goes on.
     """
     given = locals()
-    search = {name: given[name] for name, _ in option_fields(TuneConfig)}
+    search = {name: given[name] for name in option_fields(TuneConfig)}
     config = build_config(TuneConfig, options_in_python(TuneConfig, search))
     with ExitStack() as stack:
         typed = _stage_options(stage, model, data, options, stack)
