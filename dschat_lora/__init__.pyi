@@ -818,7 +818,6 @@ def rlhf(
     refill_share: float | None = None,
     do_sample: bool = True,
     temperature: float = 1.0,
-    rollout_temperature: float | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
@@ -826,7 +825,6 @@ def rlhf(
     environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
-    reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
     reward_batch: Literal['all', 'group'] = 'all',
     reward_retries: int = 0,
     reward_timeout: float = 0.0,
@@ -1040,7 +1038,6 @@ def rlhf(
         refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
         temperature (float): of sampling and of all log-probabilities
-        rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
         top_p (float): sample from the likeliest tokens of this probability mass
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
@@ -1048,7 +1045,6 @@ def rlhf(
         environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
-        reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
         reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
         reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
@@ -1253,7 +1249,6 @@ def distill(
     merge_for_rollouts: bool = False,
     refill_share: float | None = None,
     do_sample: bool = True,
-    rollout_temperature: float | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
     stop_tokens: str | Sequence[str] = (),
@@ -1261,7 +1256,6 @@ def distill(
     environment: str | object | None = None,
     max_turns: int = 8,
     reward_weights: float | Sequence[float] = (),
-    reward_gate: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
     reward_batch: Literal['all', 'group'] = 'all',
     reward_retries: int = 0,
     reward_timeout: float = 0.0,
@@ -1467,7 +1461,6 @@ def distill(
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and sampler_error shows how far that moves the policy
         refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
-        rollout_temperature (float | None): of sampling, if not --temperature; --importance_cap weighs for the difference
         top_p (float): sample from the likeliest tokens of this probability mass
         top_k (int): sample from this many likeliest tokens; 0: all
         stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
@@ -1475,7 +1468,6 @@ def distill(
         environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
         max_turns (int): most turns of the actor in an episode with --environment, of one response's length
         reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
-        reward_gate (str | Callable[..., Any] | Sequence[str | Callable[..., Any]]): functions, named as those of --reward_function: where one of them scores 0 or less, the response scores at most 0, whatever else it is worth
         reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
         reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
         reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
@@ -1840,7 +1832,7 @@ def plan(
     *,
     device: str | None = None,
     num_gpus: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> Plan:
     """Memory and time of a stage, and settings that fit a device; no weights are loaded.
 
@@ -1872,7 +1864,7 @@ def tune(
     reduction_factor: int = 3,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Tuned:
     """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
 

@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
 RESUME = "--resume_from_checkpoint latest"
 DONE = "done.json"  # of a kept run: names of its paths
+GONE = "|rollout_temperature|reward_gate"  # options that a base may have had
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,8 @@ CONFIGURATIONS = {
     "rewards": Configuration(
         "step3_rlhf",
         f"{GROUPS} {PROMPTS} --algorithm grpo --reward_function user_functions:score "
-        "user_functions:by_thirds --reward_weights 1 0.3 --reward_gate user_functions:is_even "
-        "--soft_overlong_tokens 6 --missing_eos_penalty 0.2",
+        "user_functions:by_thirds --reward_weights 1 0.3 --soft_overlong_tokens 6 "
+        "--missing_eos_penalty 0.2",
         processes=(2,),
     ),
     "stateful": Configuration(
@@ -164,8 +165,8 @@ CONFIGURATIONS = {
     ),
     "correction": Configuration(
         "step3_rlhf",
-        f"{GRPO} --top_p 0.8 --rollout_temperature 1.4 --rollout_correction mis --rollout_is "
-        "sequence --rollout_is_threshold 1.5 --rollout_is_threshold_lower 0.3",
+        f"{GRPO} --top_p 0.8 --rollout_correction mis --rollout_is sequence "
+        "--rollout_is_threshold 1.5 --rollout_is_threshold_lower 0.3",
         processes=(1,),
     ),
     "rollout_logprobs": Configuration(
@@ -451,10 +452,10 @@ def _compare_all(
                     lambda stage, options: base.run(stage, options, temporary / stage),
                 )
                 (kept / "inputs.done").touch()
-        left_out = ""
+        left_out = GONE
         if _code_of_data(base.path) != _code_of_data(ROOT):
             print("the code of data/ is another: fingerprints of data are not compared", flush=True)
-            left_out = "|fingerprint"
+            left_out += "|fingerprint"
         pool = ThreadPoolExecutor(jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
         futures = [pool.submit(compare, base, tree, kept, work, left_out, *each) for each in chosen]

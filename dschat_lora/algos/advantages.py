@@ -218,13 +218,13 @@ def check_same_shape(**tensors: Tensor) -> None:
     """Raise a ValueError for tensors of different shapes, which would broadcast silently."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1:
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"shapes differ: {found}")
+        shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"shapes differ: {shown}")
 
 
 def _of_groups(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and size of each value's group, (N,) each."""
     # Not by unique(), for which a GPU's host waits.
     counted = torch.stack([values, torch.ones_like(values)], dim=1)
-    found = values.new_zeros(2 * len(groups), 2).index_add(0, groups, counted)[groups]
-    return found[:, 0], found[:, 1]
+    sums = values.new_zeros(2 * len(groups), 2).index_add(0, groups, counted)[groups]
+    return sums[:, 0], sums[:, 1]

@@ -70,8 +70,8 @@ class Outcome:
                 "the divergence is of old log-probabilities, which are not known before the update "
                 'where an algorithm does not ask for them: Algorithm(..., needs={"old_logprobs"})'
             )
-        found = KL_ESTIMATORS[estimator](self.logprobs, self.ref_logprobs)
-        return torch.where(self.mask, found, 0)
+        estimates = KL_ESTIMATORS[estimator](self.logprobs, self.ref_logprobs)
+        return torch.where(self.mask, estimates, 0)
 
 
 def sums_differ(total: Sequence[float], rewards: Mapping[str, Sequence[float]]) -> bool:

@@ -5,6 +5,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from dschat_lora.algos.tensors import check_pairs
+
 
 def dpo_loss(
     chosen_logratios: Tensor,
@@ -34,9 +36,7 @@ def dpo_loss(
     Raises:
         ValueError: for label smoothing with another loss, or unlike shapes.
     """
-    left, right = tuple(chosen_logratios.shape), tuple(rejected_logratios.shape)
-    if left != right:
-        raise ValueError(f"log-ratios have shapes {left} and {right}")
+    check_pairs("log-ratios", chosen_logratios, rejected_logratios)
     if label_smoothing and loss_type != "sigmoid":
         raise ValueError(f"label smoothing is for the sigmoid loss, not {loss_type}")
     difference = chosen_logratios - rejected_logratios

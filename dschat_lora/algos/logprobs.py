@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -148,17 +148,27 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
+class _Context(Protocol):
+    """What torch hands to the passes of a function with a derivative of its own."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Any, ...]
+    save_for_backward: Callable[..., None]
+    mark_non_differentiable: Callable[..., None]
+    dtypes: tuple[torch.dtype, torch.dtype | None]
+
+
 class _Fp32Product(torch.autograd.Function):
     """``x W^T`` of 16-bit matrices in fp32, of which torch has no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         narrow = grad.to(x.dtype)
         wants_x, wants_weight = ctx.needs_input_grad
@@ -168,7 +178,7 @@ class _Fp32Product(torch.autograd.Function):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -212,7 +222,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         return (
@@ -298,7 +308,7 @@ def sequence_sums(values: Tensor, owner: Tensor, num_sequences: int) -> Tensor:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -337,7 +347,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor, _grad_entropy: Tensor | None
+        ctx: _Context, grad_logprobs: Tensor, _grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         scaled = None

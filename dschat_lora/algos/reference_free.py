@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dschat_lora.algos.tensors import check_pairs
+
 
 def odds_ratio_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """ORPO's loss of each pair, and the log of the odds ratio that it is of.
@@ -18,7 +20,7 @@ def odds_ratio_loss(chosen_logprobs: Tensor, rejected_logprobs: Tensor) -> tuple
     Raises:
         ValueError: for unlike shapes.
     """
-    _check_pairs(chosen_logprobs, rejected_logprobs)
+    check_pairs("log-probabilities", chosen_logprobs, rejected_logprobs)
     log_odds = _log_odds(chosen_logprobs) - _log_odds(rejected_logprobs)
     return -F.logsigmoid(log_odds), log_odds
 
@@ -49,7 +51,7 @@ def simpo_loss(
     Raises:
         ValueError: for unlike shapes.
     """
-    _check_pairs(chosen_logprobs, rejected_logprobs)
+    check_pairs("log-probabilities", chosen_logprobs, rejected_logprobs)
     lead = beta * (chosen_logprobs - rejected_logprobs) - gamma
     return -(1 - label_smoothing) * F.logsigmoid(lead) - label_smoothing * F.logsigmoid(-lead)
 
@@ -59,10 +61,3 @@ def _log_odds(logprobs: Tensor) -> Tensor:
     # The odds of a certain answer are infinite, and so would be their gradient.
     logprobs = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
     return logprobs - torch.log(-torch.expm1(logprobs))
-
-
-def _check_pairs(left: Tensor, right: Tensor) -> None:
-    if left.shape != right.shape:
-        raise ValueError(
-            f"log-probabilities have shapes {tuple(left.shape)} and {tuple(right.shape)}"
-        )

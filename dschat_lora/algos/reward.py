@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import sequence_sums
+from dschat_lora.algos.tensors import check_pairs
+
+SIDES = "the two sides of pairs"
 
 
 def bradley_terry_loss(
@@ -26,10 +29,10 @@ def bradley_terry_loss(
     Scores are (P,), of the better and the worse answers, and ``margins`` m (P,), by how much the
     first should be above the second; ``center_coefficient`` is k >= 0.
     """
-    _check_pairs(chosen_scores, rejected_scores)
+    check_pairs(SIDES, chosen_scores, rejected_scores)
     difference = chosen_scores - rejected_scores
     if margins is not None:
-        _check_pairs(chosen_scores, margins)
+        check_pairs(SIDES, chosen_scores, margins)
         difference = difference - margins
     loss = -F.logsigmoid(difference)
     if center_coefficient:
@@ -49,14 +52,7 @@ def per_token_loss(
     Scores are (M,), at each compared token of the better answers and at the same steps of the
     worse ones; ``pair``, (M,) int64 in [0, P), is the pair that each token belongs to.
     """
-    _check_pairs(chosen_scores, rejected_scores)
+    check_pairs(SIDES, chosen_scores, rejected_scores)
     losses = -F.logsigmoid(chosen_scores - rejected_scores)
     counts = sequence_sums(torch.ones_like(losses), pair, num_pairs)
     return sequence_sums(losses, pair, num_pairs) / counts.clamp(min=1)
-
-
-def _check_pairs(left: Tensor, right: Tensor) -> None:
-    if left.shape != right.shape:
-        raise ValueError(
-            f"the two sides of pairs have shapes {tuple(left.shape)} and {tuple(right.shape)}"
-        )

@@ -1,4 +1,4 @@
-"""Whether tensors hold numbers alone."""
+"""Checks of tensors: that they hold numbers alone, and that two sides of pairs fit."""
 
 import math
 
@@ -12,6 +12,12 @@ def is_finite(tensor: Tensor) -> bool:
     """
     extremes = tensor.detach().aminmax() if tensor.numel() else ()
     return all(math.isfinite(float(each)) for each in extremes)
+
+
+def check_pairs(what: str, left: Tensor, right: Tensor) -> None:
+    """Refuse the two sides of pairs if they differ in shape; ``what`` begins the ValueError."""
+    if left.shape != right.shape:
+        raise ValueError(f"{what} have shapes {tuple(left.shape)} and {tuple(right.shape)}")
 
 
 def check_finite(tensor: Tensor, what: str) -> None:

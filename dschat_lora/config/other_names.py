@@ -9,7 +9,10 @@ from dschat_lora.config.bundled import OTHER_NAMES
 ROLES = ("actor", "critic")
 GONE_SINCE = "0.3.0"
 # Options that this version has no longer, and their values where they did nothing.
-GONE = {"lr_probe": 0, "prompt_lookup_num_tokens": 0}
+GONE: Mapping[str, object] = {
+    **{"lr_probe": 0, "prompt_lookup_num_tokens": 0, "reward_gate": []},
+    "rollout_temperature": None,
+}
 
 
 class OtherName(NamedTuple):

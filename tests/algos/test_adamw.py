@@ -22,15 +22,14 @@ UNCORRECTED = [  # beta2 0.98
 ]
 
 
-def trajectory(*, betas, dtype=torch.float64, **form):
-    weights = [torch.tensor(START, dtype=dtype)]
+def trajectory(*, betas, **options):
+    """The weights after each step."""
+    weights = [torch.tensor(START, dtype=torch.float64)]
     means, squares = [torch.zeros_like(weights[0])], [torch.zeros_like(weights[0])]
-    points = []
     for step, gradient in enumerate(GRADIENTS, start=1):
-        gradients = [torch.tensor(gradient, dtype=dtype)]
-        adamw_(weights, gradients, means, squares, step=step, betas=betas, **OPTIONS, **form)
-        points.append(weights[0].clone())
-    return points
+        gradients = [torch.tensor(gradient, dtype=torch.float64)]
+        adamw_(weights, gradients, means, squares, step=step, betas=betas, **(OPTIONS | options))
+        yield weights[0]
 
 
 @pytest.mark.parametrize(
@@ -46,25 +45,14 @@ def test_three_steps_are_the_originals(correct_bias, beta2, expected):
 
 
 def test_with_decay_before_the_update_torch_differs_by_its_epsilon_alone():
+    options = {"betas": (0.9, 0.999), "eps": 1e-15}
     leaf = torch.nn.Parameter(torch.tensor(START, dtype=torch.float64))
-    torchs = torch.optim.AdamW([leaf], betas=(0.9, 0.999), **(OPTIONS | {"eps": 1e-15}))
-    ours = [torch.tensor(START, dtype=torch.float64)]
-    means, squares = [torch.zeros_like(ours[0])], [torch.zeros_like(ours[0])]
-    for step, gradient in enumerate(GRADIENTS, start=1):
+    torchs = torch.optim.AdamW([leaf], **(OPTIONS | options))
+    ours = trajectory(correct_bias=True, decay_after_update=False, **options)
+    for point, gradient in zip(ours, GRADIENTS, strict=True):
         leaf.grad = torch.tensor(gradient, dtype=torch.float64)
         torchs.step()
-        adamw_(
-            ours,
-            [leaf.grad],
-            means,
-            squares,
-            step=step,
-            betas=(0.9, 0.999),
-            correct_bias=True,
-            decay_after_update=False,
-            **(OPTIONS | {"eps": 1e-15}),
-        )
-        torch.testing.assert_close(ours[0], leaf.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(point, leaf.detach(), rtol=1e-12, atol=0)
 
 
 class Recorder:

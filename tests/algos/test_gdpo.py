@@ -26,12 +26,7 @@ TRL = {
         {"first": (FIRST, 1.0), "second": (SECOND, 0.5), "third": (THIRD, -2.0)},
         [
             *(1.1221543550491333, -0.9972014427185059, 0.16972976922988892, -0.29468274116516113),
-            *(
-                -0.2707301080226898,
-                0.45121681690216064,
-                1.0657844606853928e-09,
-                -0.1804867237806320,
-            ),
+            *(-0.2707301080226898, 0.45121681690216064, 1.0657844606853928e-09, -0.180486723780632),
             *(-0.5561656355857849, 0.0, 2.1295268535614014, -1.5733613967895508),
         ],
     ),
@@ -70,8 +65,8 @@ def outcome_of(rewards, groups):
 @pytest.mark.parametrize("name", TRL)
 def test_advantages_are_those_of_trl(name):
     rewards, expected = TRL[name]
-    found = gdpo(outcome_of(rewards, [0] * 4 + [1] * 4 + [2] * 4))
-    torch.testing.assert_close(found, torch.tensor(expected), atol=1e-6, rtol=0)
+    advantages = gdpo(outcome_of(rewards, [0] * 4 + [1] * 4 + [2] * 4))
+    torch.testing.assert_close(advantages, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
 def test_rewards_that_no_weight_counts_change_nothing_and_one_response_teaches_nothing():
@@ -95,8 +90,3 @@ def test_a_group_teaches_where_one_reward_differs_though_the_sum_does_not():
     assert idle_groups(ALGORITHMS["grpo"], groups, total, rewards, weights) == [0, 1, 2]
     weightless = {"right": 0.0, "short": 0.0}
     assert idle_groups(ALGORITHMS["gdpo"], groups, total, rewards, weightless) == [0, 1, 2]
-
-
-def test_a_divergence_in_the_reward_is_refused():
-    with pytest.raises(ValueError, match="--kl_in reward .* --algorithm gdpo does not read"):
-        PpoConfig(algorithm="gdpo", kl_in="reward")

@@ -38,9 +38,9 @@ SAMPLER = torch.tensor([[0.5, 0.5, 0.1], [0.4, 0.4, 0.7], [0.0, math.nan, 0.5]])
     ],
 )
 def test_weights_are_ratios_within_bounds_and_0_in_the_padding(options, expected):
-    found = importance_weights(POLICY.requires_grad_(), SAMPLER, MASK, **options)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
-    assert not found.requires_grad
+    weights = importance_weights(POLICY.requires_grad_(), SAMPLER, MASK, **options)
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
+    assert not weights.requires_grad
 
 
 def test_the_mismatch_is_k3_and_the_largest_ratio():
@@ -87,10 +87,10 @@ def test_weights_are_those_of_trl(level, masks, word, low):
     sampler = policy + 0.4 * torch.randn(16, 12, generator=generator)
     mask = torch.arange(12) < torch.randint(1, 13, (16, 1), generator=generator)
     bounds = {"cap": 1.5, "floor": low or 0.0}
-    found = importance_weights(policy, sampler, mask, level=level, masks=masks, **bounds)
+    weights = importance_weights(policy, sampler, mask, level=level, masks=masks, **bounds)
     expected = trl_weights(f"{level}_{word}", policy, sampler, mask, high=1.5, low=low)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    counted = found[mask]
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-6)
+    counted = weights[mask]
     assert (counted != 1.5).any()
     assert ((counted == 0) if masks else (counted == 1.5)).any()
 

@@ -1,11 +1,12 @@
-"""Estimates of KL against its definition, and the controller of its coefficient by hand."""
+"""Estimates of KL against its definition, and the controllers of two coefficients by hand."""
 
 import math
 
 import pytest
 import torch
 
-from dschat_lora.algos.kl import adapted_kl_coef, kl_k1, kl_k3
+from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
+from dschat_lora.algos.kl import KL_ESTIMATORS, adapted_kl_coef, kl_k1, kl_k3
 
 LOG2 = math.log(2)
 P = [0.5, 0.3, 0.15, 0.05]
@@ -23,18 +24,12 @@ def test_expectation_over_the_tokens_of_p_is_the_divergence(estimate):
     assert mean.item() == pytest.approx(divergence, abs=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("p", "q", "k1", "k3"),
-    [
-        (0.5, 0.25, LOG2, 0.5 - 1 + LOG2),
-        (0.25, 0.5, -LOG2, 2 - 1 - LOG2),
-        (0.25, 0.25, 0.0, 0.0),
-    ],
-    ids=["likelier", "less likely", "alike"],
-)
-def test_single_tokens_by_hand(p, q, k1, k3):
-    assert kl_k1(logs([p]), logs([q])).item() == pytest.approx(k1, abs=1e-12)
-    assert kl_k3(logs([p]), logs([q])).item() == pytest.approx(k3, abs=1e-12)
+@pytest.mark.parametrize(("p", "q"), [(0.5, 0.25), (0.25, 0.5), (0.25, 0.25)])
+def test_single_tokens_by_hand(p, q):
+    expected = {"k1": math.log(p / q), "k2": math.log(p / q) ** 2 / 2}
+    expected["k3"] = q / p - 1 - math.log(q / p)
+    for name, estimate in KL_ESTIMATORS.items():
+        assert estimate(logs([p]), logs([q])).item() == pytest.approx(expected[name], abs=1e-12)
 
 
 def test_k3_is_never_negative_even_where_the_ratio_is_one_to_fp32():
@@ -54,6 +49,24 @@ def test_gradient_reaches_both_sides_and_is_equal_and_opposite(estimate, slope):
     expected = [slope(p, q) for p, q in zip(P, Q, strict=True)]
     assert logprobs.grad.tolist() == pytest.approx(expected, abs=1e-10)
     assert reference.grad.tolist() == pytest.approx([-x for x in expected], abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "divergence"),
+    [("k1", None), ("k2", lambda p, q: p * (p / q).log()), ("k3", lambda p, q: q * (q / p).log())],
+)
+def test_gradient_in_the_loss_is_that_of_the_documented_divergence(name, divergence):
+    """Over tokens drawn from p: nothing for k1, KL(p || q) for k2, KL(q || p) for k3."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(5, generator=generator, dtype=torch.float64).softmax(0)
+    p = logits.softmax(0)
+    values = KL_ESTIMATORS[name](p.log(), q.log())
+    (slope,) = torch.autograd.grad((p.detach() * values).sum(), logits, retain_graph=True)
+    expected = torch.zeros(5, dtype=torch.float64)
+    if divergence is not None:
+        (expected,) = torch.autograd.grad(divergence(p, q).sum(), logits)
+    torch.testing.assert_close(slope, expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("estimate", [kl_k1, kl_k3])
@@ -97,3 +110,14 @@ def test_a_horizon_that_could_turn_the_sign_of_the_coefficient_is_refused():
     with pytest.raises(ValueError, match=r"horizon of 20 samples .* batches of 100.* than 20\.0"):
         adapted_kl_coef(0.1, horizon=20, **step)
     assert adapted_kl_coef(0.1, horizon=21, **step) == pytest.approx(0.1 / 21)
+
+
+def test_the_entropy_coefficient_rises_below_the_target_and_falls_above_it_to_0():
+    """By hand, with the paper's step of 0.005."""
+    coef, applied = 0.0, []
+    for entropy in (0.1, 0.1, 0.3, 0.2, math.nan, 0.25, 0.25, 0.25):
+        coef = adapted_entropy_coef(coef, entropy=entropy, target=0.2)
+        applied.append((coef, applied_entropy_coef(coef, entropy=entropy, target=0.2)))
+    expected = [(0.005, 0.005), (0.01, 0.01), (0.005, 0.0), (0.005, 0.005), (0.005, 0.0)]
+    for pair, wanted in zip(applied, [*expected, *[(0.0, 0.0)] * 3], strict=True):
+        assert pair == pytest.approx(wanted, abs=1e-12)

@@ -1,29 +1,29 @@
-"""Losses, advantages and estimators after PPO, RLOO and GRPO against loops over single tokens."""
+"""Losses of policy and critic against loops over single tokens, and their clips by hand."""
 
 import math
 
 import pytest
 import torch
 
-from dschat_lora.algos.advantages import (
-    discounted_returns,
-    dr_grpo_advantages,
-    soft_overlong_punishment,
+from dschat_lora.algos.ppo import (
+    cispo_loss,
+    gspo_loss,
+    loss_divisor,
+    policy_loss,
+    token_weights,
+    value_loss,
 )
-from dschat_lora.algos.kl import KL_ESTIMATORS
-from dschat_lora.algos.ppo import cispo_loss, gspo_loss, loss_divisor, policy_loss, token_weights
 
-NAN = math.nan
+NAN, INF = math.nan, math.inf
 LENGTHS, WIDTH = [3, 0, 5, 1, 4], 6
 MASK = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
 
 
-def draws(number, scale=0.5, seed=0):
-    """fp64 tensors of a batch with NaN in the padding."""
+def draws(number, scale=0.5, seed=0, padding=NAN):
+    """fp64 tensors of a batch with junk in the padding."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (number, *MASK.shape)
-    values = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-    return list(torch.where(MASK, values, NAN))
+    values = scale * torch.randn(number, *MASK.shape, generator=generator, dtype=torch.float64)
+    return list(torch.where(MASK, values, padding))
 
 
 def rows_of(*tensors):
@@ -33,63 +33,91 @@ def rows_of(*tensors):
             yield [tuple(tensor[row, t] for tensor in tensors) for t in range(length)]
 
 
-def gradient(total, leaf):
-    (found,) = torch.autograd.grad(total, leaf, retain_graph=True)
-    return torch.where(MASK, found, 0)
+def objective(kind, p, ratio, a, *, cliprange, cliprange_high=None, dual_clip=0.0):
+    """What is to grow of a token, and whether a bound holds it."""
+    high = cliprange if cliprange_high is None else cliprange_high
+    bounded = min(max(ratio.item(), 1 - cliprange), 1 + high)
+    if kind is cispo_loss:
+        return bounded * a * p, bounded != ratio.item()
+    held = bool(a * bounded < a * ratio)
+    value = a * bounded if held else a * ratio
+    if dual_clip and a < 0 and value < dual_clip * a:
+        return dual_clip * a, True
+    return value, held
 
 
-def agree(loss, leaf, total, clipped):
-    """Value, gradient and number of clipped tokens are those of the loop."""
-    assert loss.total.item() == pytest.approx(total.item(), abs=1e-10)
-    torch.testing.assert_close(
-        gradient(loss.total, leaf), gradient(total, leaf), atol=1e-10, rtol=0
-    )
-    assert 0 < clipped < sum(LENGTHS)
-    assert loss.clipped.item() == clipped
+CASES = {
+    "ppo": (policy_loss, {"cliprange": 0.2}),
+    "clip higher": (policy_loss, {"cliprange": 0.1, "cliprange_high": 0.4}),
+    "dual clip": (policy_loss, {"cliprange": 0.1, "cliprange_high": 0.4, "dual_clip": 1.3}),
+    "gspo": (gspo_loss, {"cliprange": 0.05, "cliprange_high": 0.1}),
+    "gspo, dual clip": (gspo_loss, {"cliprange": 0.05, "cliprange_high": 0.1, "dual_clip": 1.1}),
+    "cispo": (cispo_loss, {"cliprange": 0.4, "cliprange_high": 0.2}),
+}
 
 
-def clipped_objective(ratio, advantage, low, high, dual=None):
-    """The objective of a token, and whether a bound holds it."""
-    bounded = min(max(ratio.item(), 1 - low), 1 + high)
-    held = advantage * bounded < advantage * ratio
-    value = advantage * bounded if held else advantage * ratio
-    if dual is not None and advantage < 0 and value < dual * advantage:
-        return dual * advantage, True
-    return value, bool(held)
-
-
-@pytest.mark.parametrize("dual", [None, 1.3])
-def test_clip_higher_and_dual_clip_are_those_of_the_loop(dual):
-    new, old, advantages = draws(3)
-    new.requires_grad_()
-    loss = policy_loss(
-        new, old, advantages, MASK, cliprange=0.1, cliprange_high=0.4, dual_clip=dual or 0.0
-    )
-    total, clipped, dual_acts = 0.0 * new[0, 0], 0, 0
-    for tokens in rows_of(new, old, advantages):
-        for p, q, a in tokens:
-            value, held = clipped_objective(torch.exp(p - q), a, 0.1, 0.4, dual)
-            total, clipped = total - value, clipped + held
-            dual_acts += bool(a < 0 and torch.exp(p - q) > (dual or math.inf))
-    agree(loss, new, total, clipped)
-    assert (dual_acts > 0) == (dual is not None)
-
-
-@pytest.mark.parametrize("dual", [None, 1.1])
-def test_gspo_has_one_ratio_for_a_response(dual):
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradient_and_figures_are_those_of_the_loop(name):
+    kind, options = CASES[name]
     new, old, advantages = draws(3, scale=0.7, seed=3)
-    advantages = torch.where(MASK, advantages[:, :1].nan_to_num(), NAN)  # as GSPO has them
-    new.requires_grad_()
-    loss = gspo_loss(
-        new, old, advantages, MASK, cliprange=0.05, cliprange_high=0.1, dual_clip=dual or 0.0
-    )
-    total, clipped = 0.0 * new[0, 0], 0
-    for tokens in rows_of(new, old, advantages):
+    if kind is gspo_loss:  # which has one for a response
+        advantages = torch.where(MASK, advantages[:, :1].nan_to_num(), NAN)
+    leaves = [each.requires_grad_() for each in (new, old, advantages)]
+    loss = kind(*leaves, MASK, **options)
+    total, clipped, kl, error, dual_acts = 0.0 * new[0, 0], 0, 0.0, 0.0, 0
+    for tokens in rows_of(new, old.detach(), advantages.detach()):
         mean = sum(p - q for p, q, _ in tokens) / len(tokens)
-        for _, _, a in tokens:
-            value, held = clipped_objective(torch.exp(mean), a, 0.05, 0.1, dual)
-            total, clipped = total - value, clipped + held
-    agree(loss, new, total, clipped)
+        for p, q, a in tokens:
+            own = torch.exp(p - q)
+            ratio = torch.exp(mean) if kind is gspo_loss else own
+            value, held = objective(kind, p, ratio, a, **options)
+            total, clipped, kl = total - value, clipped + held, kl + (own - 1 - (p - q)).item()
+            error = max(error, abs(own.item() - 1))
+            dual_acts += bool(a < 0 and ratio > options.get("dual_clip", INF))
+    figures = [loss.total, loss.clipped, loss.approx_kl, loss.ratio_error]
+    expected = pytest.approx([total.item(), clipped, kl, error], abs=1e-10)
+    assert [each.item() for each in figures] == expected
+    assert all(each.shape == () and each.dtype == torch.float64 for each in figures)
+    assert not any(each.requires_grad for each in figures[1:])
+    assert 0 < clipped < sum(LENGTHS)
+    assert (dual_acts > 0) == ("dual_clip" in options)
+    (slope,) = torch.autograd.grad(total, new)
+    loss.total.backward()
+    torch.testing.assert_close(new.grad, torch.where(MASK, slope, 0), atol=1e-10, rtol=0)
+    assert old.grad is advantages.grad is None
+
+
+def one(*values):
+    return [torch.tensor([[value]], dtype=torch.float64) for value in values]
+
+
+TRUE = torch.tensor([[True]])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "expected", "slope", "clipped"),
+    [
+        (1.0, 1.5, -1.2, 0.0, 1),
+        (1.0, 0.5, -0.5, -0.5, 0),
+        (-1.0, 1.5, 1.5, 1.5, 0),
+        (-1.0, 0.5, 0.8, 0.0, 1),
+        (2.0, 1.1, -2.2, -2.2, 0),
+        (-2.0, 0.9, 1.8, 1.8, 0),
+        (0.0, 1.5, 0.0, 0.0, 0),
+    ],
+    ids=[
+        *("gain capped", "gain free to recover", "harm never capped", "harm capped"),
+        *("gain within", "harm within", "nothing to gain"),
+    ],
+)
+def test_policy_clip_acts_in_the_direction_of_gain_only(advantage, ratio, expected, slope, clipped):
+    logprobs, old, advantages = one(math.log(ratio) - 1.0, -1.0, advantage)
+    logprobs.requires_grad_()
+    loss = policy_loss(logprobs, old, advantages, TRUE, cliprange=0.2)
+    loss.total.backward()
+    assert loss.total.item() == pytest.approx(expected)
+    assert logprobs.grad.item() == pytest.approx(slope)
+    assert loss.clipped.item() == clipped
 
 
 def test_gspo_weighed_by_sequence_is_equation_5_of_its_paper():
@@ -97,38 +125,20 @@ def test_gspo_weighed_by_sequence_is_equation_5_of_its_paper():
     advantages = torch.tensor([1.0, 9.0, -2.0, 0.5, -1.0], dtype=torch.float64)
     weights = token_weights(MASK, "sequence", max_length=1, dtype=torch.float64)
     loss = gspo_loss(new, old, weights * advantages[:, None], MASK, cliprange=0.1)
-    found = -loss.total.item() / loss_divisor(LENGTHS, "sequence")
     values = []
     for n, length in enumerate(LENGTHS):
         if length:
             ratio = math.exp(sum((new - old)[n, :length].tolist()) / length)
             a = advantages[n].item()
             values.append(min(ratio * a, min(max(ratio, 0.9), 1.1) * a))
-    assert found == pytest.approx(sum(values) / len(values), abs=1e-10)
+    objective = -loss.total.item() / loss_divisor(LENGTHS, "sequence")
+    assert objective == pytest.approx(sum(values) / len(values), abs=1e-10)
 
 
 def test_cispo_keeps_the_gradient_of_every_token():
     new, old, advantages = draws(3, seed=7)
-    new.requires_grad_()
-    loss = cispo_loss(new, old, advantages, MASK, cliprange=0.4, cliprange_high=0.2)
-    total, clipped = 0.0 * new[0, 0], 0
-    for tokens in rows_of(new, old, advantages):
-        for p, q, a in tokens:
-            ratio = math.exp(p.item() - q.item())
-            bounded = min(max(ratio, 0.6), 1.2)
-            total, clipped = total - bounded * a * p, clipped + (bounded != ratio)
-    agree(loss, new, total, clipped)
-    assert (gradient(loss.total, new)[MASK] != 0).all()
-
-
-@pytest.mark.parametrize("loss", [policy_loss, gspo_loss, cispo_loss])
-def test_divergence_and_ratio_error_are_those_of_tokens_in_every_loss(loss):
-    new, old, advantages = draws(3, seed=11)
-    found = loss(new, old, advantages, MASK, cliprange=0.2)
-    ratios = [torch.exp(p - q).item() for tokens in rows_of(new, old) for p, q in tokens]
-    kl = sum(ratio - 1 - math.log(ratio) for ratio in ratios)
-    assert found.approx_kl.item() == pytest.approx(kl, abs=1e-10)
-    assert found.ratio_error.item() == pytest.approx(max(abs(r - 1) for r in ratios), abs=1e-10)
+    cispo_loss(new.requires_grad_(), old, advantages, MASK, cliprange=0.4).total.backward()
+    assert (new.grad[MASK] != 0).all()
 
 
 @pytest.mark.parametrize(
@@ -146,56 +156,100 @@ def test_weights_and_divisor_make_the_mean_that_they_name(normalization, expecte
     assert (weights[~MASK] == 0).all()
     total = sum((weights * values)[MASK].tolist())
     rows = [[x.item() for (x,) in tokens] for tokens in rows_of(values)]
-    found = total / loss_divisor(LENGTHS, normalization)
-    assert found == pytest.approx(expected(rows), abs=1e-10)
+    mean = total / loss_divisor(LENGTHS, normalization)
+    assert mean == pytest.approx(expected(rows), abs=1e-10)
 
 
-def test_k2_is_half_the_squared_log_ratio():
-    new, reference = draws(2)
-    found = KL_ESTIMATORS["k2"](new, reference)
-    for value, p, q in ((v, p, q) for row in rows_of(found, new, reference) for v, p, q in row):
-        assert value.item() == pytest.approx((p.item() - q.item()) ** 2 / 2, abs=1e-10)
+# ---------------------------------------------------------------------------- values
+
+
+def test_value_loss_and_gradient_are_those_of_the_loop():
+    leaves = [each.requires_grad_() for each in draws(3, seed=1)]
+    loss = value_loss(*leaves, MASK, cliprange_value=0.2)
+    total, clipped = 0.0 * leaves[0][0, 0], 0
+    for tokens in rows_of(leaves[0], *(each.detach() for each in leaves[1:])):
+        for value, old, target in tokens:
+            near = torch.minimum(torch.maximum(value, old - 0.2), old + 0.2)
+            total = total + 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
+            clipped += bool((near - target) ** 2 > (value - target) ** 2)
+    assert 0 < clipped < sum(LENGTHS)
+    figures = [loss.total.item(), loss.clipped.item()]
+    assert figures == pytest.approx([total.item(), clipped], abs=1e-10)
+    (slope,) = torch.autograd.grad(total, leaves[0])
+    loss.total.backward()
+    torch.testing.assert_close(leaves[0].grad, torch.where(MASK, slope, 0), atol=1e-10, rtol=0)
+    assert leaves[1].grad is leaves[2].grad is None
+    assert not loss.clipped.requires_grad
 
 
 @pytest.mark.parametrize(
-    ("name", "divergence"),
-    [("k1", None), ("k2", lambda p, q: p * (p / q).log()), ("k3", lambda p, q: q * (q / p).log())],
+    ("value", "target", "expected", "slope", "clipped"),
+    [
+        (1.5, 2.0, 0.5 * 0.8**2, 0.0, 1),
+        (1.5, 0.0, 0.5 * 1.5**2, 1.5, 0),
+        (0.5, 0.0, 0.5 * 0.8**2, 0.0, 1),
+        (0.5, 2.0, 0.5 * 1.5**2, -1.5, 0),
+        (1.1, 2.0, 0.5 * 0.9**2, -0.9, 0),
+    ],
+    ids=["up far enough", "up and wrong", "down far enough", "down and wrong", "within"],
 )
-def test_gradient_of_an_estimator_in_the_loss_is_that_of_the_documented_divergence(
-    name, divergence
-):
-    """Over tokens drawn from p: nothing for k1, KL(p || q) for k2, KL(q || p) for k3."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
-    q = torch.randn(5, generator=generator, dtype=torch.float64).softmax(0)
-    p = logits.softmax(0)
-    values = KL_ESTIMATORS[name](p.log(), q.log())
-    (found,) = torch.autograd.grad((p.detach() * values).sum(), logits, retain_graph=True)
-    expected = torch.zeros(5, dtype=torch.float64)
-    if divergence is not None:
-        (expected,) = torch.autograd.grad(divergence(p, q).sum(), logits)
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+def test_value_clip_acts_on_progress_only(value, target, expected, slope, clipped):
+    values, old, returns = one(value, 1.0, target)
+    values.requires_grad_()
+    loss = value_loss(values, old, returns, TRUE, cliprange_value=0.2)
+    loss.total.backward()
+    assert loss.total.item() == pytest.approx(expected)
+    assert values.grad.item() == pytest.approx(slope)
+    assert loss.clipped.item() == clipped
 
 
-def test_dr_grpo_advantage_is_the_distance_from_the_groups_mean():
-    rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, 7.0, 5.0], dtype=torch.float64)
-    groups = torch.tensor([0, 3, 0, 3, 8, 0])
-    # Means of groups 0 and 3 are 4 and 3; group 8 has one response.
-    expected = torch.tensor([-3.0, -1.0, 2.0, 1.0, 0.0, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(dr_grpo_advantages(rewards, groups), expected, atol=1e-10, rtol=0)
+def test_a_value_within_the_clip_does_not_count_as_clipped_for_a_rounding():
+    generator = torch.Generator().manual_seed(2)
+    old, returns = torch.randn(2, 1, 500, generator=generator)
+    values = old + 0.1 * torch.rand(1, 500, generator=generator)
+    everywhere = torch.ones(1, 500, dtype=torch.bool)
+    assert value_loss(values, old, returns, everywhere, cliprange_value=0.2).clipped == 0
 
 
-def test_returns_are_the_discounted_sums_of_what_follows():
-    (rewards,) = draws(1)
-    found = discounted_returns(rewards, MASK, gamma=0.9)
-    for n, length in enumerate(LENGTHS):
-        for t in range(WIDTH):
-            own = [0.9 ** (k - t) * rewards[n, k].item() for k in range(t, length)]
-            assert found[n, t].item() == pytest.approx(sum(own), abs=1e-10)
+# ---------------------------------------------------------------------------- all of them
+
+OF_POLICY = ["logprobs", "old_logprobs", "advantages", "mask"]
+LOSSES = {
+    "ppo": (policy_loss, {"cliprange": 0.2}, OF_POLICY),
+    "gspo": (gspo_loss, {"cliprange": 0.2}, OF_POLICY),
+    "cispo": (cispo_loss, {"cliprange": 0.2}, OF_POLICY),
+    "values": (value_loss, {"cliprange_value": 0.2}, ["values", "old_values", "returns", "mask"]),
+}
+each_loss = pytest.mark.parametrize(("loss_of", "options", "names"), LOSSES.values(), ids=LOSSES)
 
 
-def test_overlong_punishment_falls_over_the_last_tokens_alone():
-    lengths = torch.tensor([0, 11, 12, 13, 15, 16, 20])
-    found = soft_overlong_punishment(lengths, max_length=16, cache=4)
-    assert found.tolist() == [0.0, 0.0, 0.0, -0.25, -0.75, -1.0, -1.0]
-    assert found.dtype == torch.float64
+@each_loss
+@pytest.mark.parametrize("junk", [INF, -INF, 1e300])
+def test_padding_may_hold_anything_and_losses_keep_to_fp32(loss_of, options, names, junk):
+    results = []
+    for padding in (0.0, junk):
+        tensors = [each.float() for each in draws(3, padding=padding)]
+        loss = loss_of(tensors[0].requires_grad_(), *tensors[1:], MASK, **options)
+        loss.total.backward()
+        results.append([*vars(loss).values(), tensors[0].grad])
+    assert all(map(torch.equal, *results))
+    assert {each.dtype for each in results[0]} == {torch.float32}
+
+
+@each_loss
+@pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3), (0, 0)])
+def test_no_token_costs_nothing(loss_of, options, names, shape):
+    leaf, nothing = torch.full(shape, NAN, requires_grad=True), torch.full(shape, NAN)
+    loss = loss_of(leaf, nothing, nothing, torch.zeros(shape, dtype=torch.bool), **options)
+    loss.total.backward()
+    assert all(x.item() == 0.0 and x.shape == () for x in vars(loss).values())
+    assert not leaf.grad.any()
+
+
+@each_loss
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+def test_a_tensor_that_would_broadcast_is_refused_by_name(loss_of, options, names, position):
+    tensors = [*(torch.zeros(2, 3) for _ in range(3)), torch.ones(2, 3, dtype=torch.bool)]
+    tensors[position] = tensors[position][:, :1]
+    with pytest.raises(ValueError, match=rf"shapes differ: .*\b{names[position]} \(2, 1\)"):
+        loss_of(*tensors, **options)

@@ -22,35 +22,35 @@ def test_a_tie_is_half_right():
 def test_reliability_of_a_few_pairs_by_hand():
     # Said to win with 0.62 twice (right once) and with 0.9 once (right), two bins wide 0.25.
     differences = torch.tensor([logit(0.62), -logit(0.62), logit(0.9)], dtype=torch.float64)
-    found = reliability(differences, num_bins=2)
-    assert found.counts == [2, 1]
-    assert found.predicted == pytest.approx([0.62, 0.9])
-    assert found.observed == pytest.approx([0.5, 1.0])
-    assert found.error == pytest.approx((2 * 0.12 + 1 * 0.1) / 3)
+    calibration = reliability(differences, num_bins=2)
+    assert calibration.counts == [2, 1]
+    assert calibration.predicted == pytest.approx([0.62, 0.9])
+    assert calibration.observed == pytest.approx([0.5, 1.0])
+    assert calibration.error == pytest.approx((2 * 0.12 + 1 * 0.1) / 3)
 
 
 def test_bins_without_pairs_have_a_count_and_no_means():
-    found = reliability(torch.tensor([logit(0.97), logit(0.52)]))
-    assert found.counts == [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
-    assert found.predicted == pytest.approx([0.52, 0.97])
-    assert found.observed == [1.0, 1.0]
+    calibration = reliability(torch.tensor([logit(0.97), logit(0.52)]))
+    assert calibration.counts == [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert calibration.predicted == pytest.approx([0.52, 0.97])
+    assert calibration.observed == [1.0, 1.0]
 
 
 def test_a_tie_is_a_prediction_of_one_half_that_came_half_true():
-    found = reliability(torch.zeros(4))
-    assert found.counts == [4, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert (found.predicted, found.observed, found.error) == ([0.5], [0.5], 0.0)
+    calibration = reliability(torch.zeros(4))
+    assert calibration.counts == [4, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert (calibration.predicted, calibration.observed, calibration.error) == ([0.5], [0.5], 0.0)
 
 
 def test_certainty_belongs_to_the_last_bin():
-    found = reliability(torch.tensor([1e4, -1e4]))
-    assert found.counts[-1] == 2
-    assert found.error == pytest.approx(0.5)
+    calibration = reliability(torch.tensor([1e4, -1e4]))
+    assert calibration.counts[-1] == 2
+    assert calibration.error == pytest.approx(0.5)
 
 
 def test_no_pair_has_no_error():
-    found = reliability(torch.zeros(0))
-    assert (found.error, sum(found.counts), found.predicted) == (0.0, 0, [])
+    calibration = reliability(torch.zeros(0))
+    assert (calibration.error, sum(calibration.counts), calibration.predicted) == (0.0, 0, [])
 
 
 def test_errors_of_random_pairs_are_those_of_a_slow_loop():
@@ -60,9 +60,9 @@ def test_errors_of_random_pairs_are_those_of_a_slow_loop():
         p = 1 / (1 + math.exp(-abs(value)))
         bins[min(9, int((p - 0.5) * 20))].append((p, value > 0))
     gaps = [abs(sum(p - won for p, won in each)) for each in bins]
-    found = reliability(differences)
-    assert found.counts == [len(each) for each in bins]
-    assert found.error == pytest.approx(sum(gaps) / 500)
+    calibration = reliability(differences)
+    assert calibration.counts == [len(each) for each in bins]
+    assert calibration.error == pytest.approx(sum(gaps) / 500)
 
 
 def test_correlation_is_numpys_and_none_of_a_constant():
@@ -70,8 +70,8 @@ def test_correlation_is_numpys_and_none_of_a_constant():
     left = rng.normal(size=40) + 100
     right = 0.3 * left + rng.normal(size=40)
     expected = np.corrcoef(left, right)[0, 1]
-    found = correlation(torch.from_numpy(left), torch.from_numpy(right))
-    assert found == pytest.approx(expected)
+    ours = correlation(torch.from_numpy(left), torch.from_numpy(right))
+    assert ours == pytest.approx(expected)
     assert correlation(torch.tensor([1.0, 2.0]), torch.tensor([5.0, 3.0])) == pytest.approx(-1.0)
     assert correlation(torch.ones(3), torch.arange(3.0)) is None
     assert correlation(torch.zeros(0), torch.zeros(0)) is None

@@ -18,28 +18,18 @@ CYCLE |= {99: 1.0800001e-4, 100: 1e-4, 101: 1e-4}
 TURNS = {"steps": (0, 10, 50, 100), "rates": (0.0, 1e-3, 5e-4, 1e-4)}
 
 
-@pytest.mark.parametrize(("step", "rate"), LINEAR.items())
-def test_linear_is_the_original(step, rate):
-    assert PEAK * linear(step, warmup=WARMUP, total=TOTAL) == pytest.approx(
-        rate, rel=1e-7, abs=1e-12
-    )
+RATES = {
+    "linear": (LINEAR, lambda t: PEAK * linear(t, warmup=WARMUP, total=TOTAL), 1e-7),
+    "cosine": (COSINE, lambda t: PEAK * cosine(t, warmup=WARMUP, total=TOTAL), 1e-7),
+    "constant": (CONSTANT, lambda t: PEAK * constant(t, warmup=WARMUP), 1e-7),
+    "cycle": (CYCLE, lambda t: cycle(t, **TURNS), 2e-8),
+}
 
 
-@pytest.mark.parametrize(("step", "rate"), COSINE.items())
-def test_cosine_is_the_original(step, rate):
-    assert PEAK * cosine(step, warmup=WARMUP, total=TOTAL) == pytest.approx(
-        rate, rel=1e-7, abs=1e-12
-    )
-
-
-@pytest.mark.parametrize(("step", "rate"), CONSTANT.items())
-def test_constant_is_the_original(step, rate):
-    assert PEAK * constant(step, warmup=WARMUP) == pytest.approx(rate, rel=1e-7, abs=1e-12)
-
-
-@pytest.mark.parametrize(("step", "rate"), CYCLE.items())
-def test_cycle_is_the_original(step, rate):
-    assert cycle(step, **TURNS) == pytest.approx(rate, rel=2e-8, abs=1e-12)
+@pytest.mark.parametrize(("golden", "rate_at", "tolerance"), RATES.values(), ids=RATES)
+def test_rates_are_the_originals(golden, rate_at, tolerance):
+    rates = {step: rate_at(step) for step in golden}
+    assert rates == pytest.approx(golden, rel=tolerance, abs=1e-12)
 
 
 def test_cosine_drops_where_the_warm_up_ends():

@@ -60,11 +60,11 @@ def drawn(start, steps, seed=1):
     """(window, the first number that dropout would draw) of each step."""
     with torch.random.fork_rng():
         plan = make_train_schedule(OptimConfig(max_steps=steps), RunConfig(), Steps.steps_per_epoch)
-        found = []
+        windows = []
         for window in seeded_windows(Steps(), plan, start=start, seed=seed):
-            found.append((window, float(torch.rand(()))))
-            torch.rand(len(found))  # as many as a step likes
-        return found
+            windows.append((window, float(torch.rand(()))))
+            torch.rand(len(windows))  # as many as a step likes
+        return windows
 
 
 def test_windows_go_through_the_epochs_and_end_with_the_plan():

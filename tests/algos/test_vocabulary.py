@@ -57,12 +57,10 @@ def weights():
 def reference(hidden, weight, bias, tokens, factors):
     """Log-probabilities, entropies and the gradient of the weighted sum, in fp64."""
     leaf = hidden.double().requires_grad_()
-    logits = leaf @ weight.double().T + (0 if bias is None else bias.double())
-    table = torch.log_softmax(logits, -1)
-    values = torch.stack([table[i, token] for i, token in enumerate(tokens.tolist())])
+    table = torch.log_softmax(leaf @ weight.double().T + bias.double(), -1)
+    values = table[range(ROWS), tokens]
     (factors * values).sum().backward()
-    entropy = torch.special.entr(table.exp()).sum(-1)
-    return values.detach(), entropy.detach(), leaf.grad
+    return values.detach(), torch.special.entr(table.exp()).sum(-1).detach(), leaf.grad
 
 
 def own_of(part, weight, bias):
@@ -77,9 +75,9 @@ def in_parts(function, vocabulary, each, values):
     def on(group):
         part = part_of(group, vocabulary, each)
         leaf = hidden.clone().requires_grad_()
-        found = function(leaf, *own_of(part, weight, bias), tokens, part)
-        found[0].backward(torch.ones(()) * 3 if found[0].ndim == 0 else weights())
-        return found, group.sum(leaf.grad)
+        values_of_part = function(leaf, *own_of(part, weight, bias), tokens, part)
+        values_of_part[0].backward(torch.ones(()) * 3 if values_of_part[0].ndim == 0 else weights())
+        return values_of_part, group.sum(leaf.grad)
 
     return in_threads(processes(vocabulary, each), on)
 
@@ -95,9 +93,9 @@ def test_summed_loss_and_gradient_are_those_of_all_logits(parts, rows, offset):
         *rest, part = args
         return [linear_cross_entropy(*rest, max_chunk_logits=rows * part.most, part=part)]
 
-    for (found,), grad in in_parts(loss, *parts, values):
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), -logprobs.sum(), rtol=1e-6, atol=0)
+    for (values_of_part,), grad in in_parts(loss, *parts, values):
+        assert values_of_part.dtype == torch.float32
+        torch.testing.assert_close(values_of_part.double(), -logprobs.sum(), rtol=1e-6, atol=0)
         torch.testing.assert_close(grad.double(), gradient, rtol=1e-5, atol=1e-6)
 
 
@@ -115,8 +113,8 @@ def test_smoothed_labels_spread_over_all_logits(parts):
         *rest, part = args
         return [linear_cross_entropy(*rest, label_smoothing=0.1, part=part)]
 
-    for (found,), grad in in_parts(loss, *parts, values):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    for (values_of_part,), grad in in_parts(loss, *parts, values):
+        torch.testing.assert_close(values_of_part.double(), expected, rtol=1e-6, atol=0)
         torch.testing.assert_close(grad.double(), leaf.grad, rtol=1e-5, atol=1e-6)
 
 
@@ -136,11 +134,13 @@ def test_log_probabilities_entropies_and_gradient_are_those_of_all_logits(parts,
         return [linear_logprobs(*rest, max_chunk_logits=rows * part.most, part=part)]
 
     for function in (both, alone):
-        for found, grad in in_parts(function, *parts, values):
-            torch.testing.assert_close(found[0].double(), logprobs, rtol=1e-6, atol=1e-6)
+        for values_of_part, grad in in_parts(function, *parts, values):
+            torch.testing.assert_close(values_of_part[0].double(), logprobs, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(grad.double(), gradient, rtol=1e-5, atol=1e-6)
             if function is both:
-                torch.testing.assert_close(found[1].double(), entropy, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    values_of_part[1].double(), entropy, rtol=1e-5, atol=1e-6
+                )
 
 
 def test_a_head_without_bias_that_trains_gets_the_gradient_of_its_own_rows():
@@ -156,8 +156,8 @@ def test_a_head_without_bias_that_trains_gets_the_gradient_of_its_own_rows():
         linear_cross_entropy(hidden, own, None, tokens, max_chunk_logits=20, part=part).backward()
         return own.grad
 
-    found = torch.cat(in_threads(2, on))
-    torch.testing.assert_close(found.double(), whole.grad, rtol=1e-5, atol=1e-6)
+    gradient = torch.cat(in_threads(2, on))
+    torch.testing.assert_close(gradient.double(), whole.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_every_process_cuts_its_positions_alike_though_it_holds_fewer_tokens():

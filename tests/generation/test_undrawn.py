@@ -66,7 +66,6 @@ def test_every_option_refuses_a_temperature_that_overflows(value):
         lambda t: Sampling(1, temperature=t),
         lambda t: Sampling(1, policy_temperature=t),
         lambda t: RolloutConfig(temperature=t),
-        lambda t: RolloutConfig(rollout_temperature=t),
         lambda t: GenerateConfig(model_name_or_path="m", prompts=("a",), temperature=t),
     ):
         with pytest.raises(ValueError, match="temperature must be (at least|>=) 1e-06"):

@@ -36,7 +36,7 @@ def exact(query, key, value, window):
 
 
 def main():
-    found = []
+    errors = []
     spans = make_spans([LENGTHS], sum(n for (n,) in LENGTHS)).to(GPU)
     for size, window in ((64, None), (128, None), (128, 1000)):
         torch.manual_seed(0)
@@ -52,8 +52,8 @@ def main():
             )
             pairs = zip(values, truth, strict=True)
             entry[name] = [float((a - b).norm() / b.norm()) for a, b in pairs]
-        found.append(entry)
-    json.dump(found, sys.stdout)
+        errors.append(entry)
+    json.dump(errors, sys.stdout)
 
 
 main()

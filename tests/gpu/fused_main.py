@@ -52,10 +52,9 @@ def compare_values():
         model = llama(dtype)
         fuse_kernels(model)
         fused.append(values_of(model))
-    plain = [error(found, of_fp32) for found, of_fp32 in zip(rounded, exact, strict=True)]
-    errors = [
-        [error(found, of_fp32) for found, of_fp32 in zip(values, exact, strict=True)]
-        for values in fused
+    plain, *errors = [
+        [error(value, of_fp32) for value, of_fp32 in zip(values, exact, strict=True)]
+        for values in (rounded, *fused)
     ]
     return {"fp32": errors[0], "bf16": errors[1], "bf16 as it is": plain}
 
@@ -81,7 +80,7 @@ def compare_adapters():
         factors = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
         values[name] = torch.cat(factors)
     exact = values.pop("exact")
-    return {name: error(found, exact) for name, found in values.items()}
+    return {name: error(value, exact) for name, value in values.items()}
 
 
 def compare_steps():
@@ -90,14 +89,14 @@ def compare_steps():
     prompts = [[5] * 20, [6] * 30, [7] * 100]
     logits = []
     for record in (None, lambda step: step):
-        rows, found = SlotRows(model, pad_id=0, record=record), []
+        rows, steps = SlotRows(model, pad_id=0, record=record), []
         with torch.inference_mode(), rows.kernels():
             rows.join(prompts, [0] * 3)
             for number in range(40):
-                found.append(rows.step([number + 8] * len(rows)).clone())
+                steps.append(rows.step([number + 8] * len(rows)).clone())
                 if number == 9:
                     rows.leave(0)
-        logits.append(found)
+        logits.append(steps)
     return max(error(replayed, plain) for replayed, plain in zip(*logits, strict=True))
 
 
@@ -108,19 +107,19 @@ def drawn(kind, *, plain):
         keep_plain(model)
     decoder = Decoder(model, eos_ids=[2], pad_id=0, device=model.device)
     prompts, seeds = [[5] * 9, [6, 7]], [[1, 2, 3], [4, 5, 6]]
-    found = decoder(prompts, Sampling(20), seeds=seeds, keep_logprobs=True)
-    return found.tokens(), found.logprobs()
+    answers = decoder(prompts, Sampling(20), seeds=seeds, keep_logprobs=True)
+    return answers.tokens(), answers.logprobs()
 
 
 def compare_decoding():
     """The largest difference of log-probabilities; infinite where tokens differ."""
-    found = []
+    decoded = []
     for kind in ("opt", "llama", "qwen2", "qwen3"):
         (tokens, logprobs), (others, expected) = (drawn(kind, plain=each) for each in (False, True))
         pairs = zip(chain.from_iterable(logprobs), chain.from_iterable(expected), strict=True)
         same = tokens == others
-        found.append(max(abs(x - y) for x, y in pairs) if same else float("inf"))
-    return found
+        decoded.append(max(abs(x - y) for x, y in pairs) if same else float("inf"))
+    return decoded
 
 
 found = compare_values() | {"steps": compare_steps(), "adapters": compare_adapters()}

@@ -79,22 +79,24 @@ def train(dtype, given, *, graphs=False, recompute=False):
 
 
 def main():
-    given, found = batches(), {"warned": []}
+    given, result = batches(), {"warned": []}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         exact, *_ = train(torch.float32, given)
         for name, options in (("kept", {}), ("recomputed", {"recompute": True})):
             plain, launched, _ = train(torch.bfloat16, given, **options)
             replayed, seconds, passes = train(torch.bfloat16, given, graphs=True, **options)
-            found[name] = {
+            result[name] = {
                 "launched": float((plain - exact).norm() / exact.norm()),
                 "replayed": float((replayed - exact).norm() / exact.norm()),
                 "apart": float((replayed - plain).norm() / exact.norm()),
                 "seconds": [launched, seconds],
                 "passes": passes,
             }
-        found["warned"] = [str(each.message) for each in told if "CUDA graphs" in str(each.message)]
-    sys.stdout.write(json.dumps(found))
+        result["warned"] = [
+            str(each.message) for each in told if "CUDA graphs" in str(each.message)
+        ]
+    sys.stdout.write(json.dumps(result))
 
 
 main()

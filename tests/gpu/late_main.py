@@ -28,16 +28,16 @@ def run(*, late):
     source = loader(ragged_samples(96), micro=4, accumulation=2)
     plan = make_train_schedule(OptimConfig(max_steps=STEPS), RunConfig(), source.steps_per_epoch)
     windows = seeded_windows(source, plan, seed=1, ahead=late)
-    found = []
+    losses = []
     for step, _ in in_turn(
         queue_steps(engine, windows, SUPERVISED, repeat(1.0)), lambda ahead: not late
     ):
-        found.append((step.loss, step.outcome.grad_norm))
-        if late and len(found) == 2:
+        losses.append((step.loss, step.outcome.grad_norm))
+        if late and len(losses) == 2:
             torch.cuda.set_sync_debug_mode("error")
     if late:
         torch.cuda.set_sync_debug_mode("default")
-    return found
+    return losses
 
 
 def main():

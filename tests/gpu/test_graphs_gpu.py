@@ -21,12 +21,12 @@ def test_replayed_passes_train_as_launched_ones_do_and_take_less_time(gpu_enviro
     environment = gpu_environment | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
     script = [sys.executable, str(HERE / "graphs_main.py")]
     result = subprocess.run(script, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(result.stdout)
-    assert found["warned"] == []
+    results = json.loads(result.stdout)
+    assert results["warned"] == []
     for name in ("kept", "recomputed"):
-        of = found[name]
+        of = results[name]
         assert of["passes"] >= 2
         # Both round to 16 bits, otherwise where padding changes the kernel of a product.
         assert of["replayed"] < 1.2 * of["launched"] + 1e-3
         launched, replayed = of["seconds"]
-        assert replayed < 0.7 * launched, found
+        assert replayed < 0.7 * launched, results

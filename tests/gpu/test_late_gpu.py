@@ -23,9 +23,9 @@ def test_results_that_are_read_late_are_those_of_their_step(gpu_environment):
     script = [sys.executable, str(HERE / "late_main.py")]
     environment = gpu_environment | {"PYTHONPATH": path}
     result = subprocess.run(script, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert len(found["late"]) == len(found["in time"]) == 12
-    for late, in_time in zip(found["late"], found["in time"], strict=True):
+    results = json.loads(result.stdout.splitlines()[-1])
+    assert len(results["late"]) == len(results["in time"]) == 12
+    for late, in_time in zip(results["late"], results["in time"], strict=True):
         assert late == pytest.approx(in_time, rel=1e-5)
-    losses = [loss for loss, _ in found["in time"]]
+    losses = [loss for loss, _ in results["in time"]]
     assert min(abs(a - b) for a, b in pairwise(losses)) > 1e-4

@@ -54,7 +54,7 @@ def error(value, reference):
 
 
 def main():
-    found = []
+    results = []
     for kind in ("opt", "neox", "llama", "qwen2"):
         for dtype in (torch.bfloat16, torch.float16):
             for checkpointing in (False, True):
@@ -70,8 +70,8 @@ def main():
                     "gradient": error(gradient, exact),
                     "dense_gradient": error(dense, exact),
                 }
-                found.append(entry)
-    json.dump(found, sys.stdout)
+                results.append(entry)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -116,11 +116,11 @@ class Page:
 
     def evaluate(self, expression):
         """The JSON-ready value of a JavaScript expression."""
-        found = self._call(
+        answer = self._call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def wait_for(self, expression, seconds=60):
         """The first true value of an expression."""

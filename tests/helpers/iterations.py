@@ -47,12 +47,12 @@ def ragged_responses(count, *, group_size=1, seed=0):
     def tokens(low, high):
         return generator.integers(3, VOCAB, int(generator.integers(low, high))).tolist()
 
-    found = []
+    responses = []
     for number in range(count):
         group, copy = divmod(number, group_size)
-        prompt = found[-1][0] if copy else tokens(1, 7)
-        found.append([prompt, tokens(1, 9), group])
-    return found
+        prompt = responses[-1][0] if copy else tokens(1, 7)
+        responses.append([prompt, tokens(1, 9), group])
+    return responses
 
 
 def ragged_texts(count, *, seed=7):
@@ -218,21 +218,21 @@ def iterate(
 
 def iterate_many(runs):
     """Several runs after another, as :func:`iterate`."""
-    found = []
+    reports = []
     for arguments in runs:
         with recordable() if arguments.get("recorded") else nullcontext():
-            found.append(iterate(**arguments))
-    return found
+            reports.append(iterate(**arguments))
+    return reports
 
 
 def _base(roles):
     """What no role may change: the actor's base, and everything of reference and reward."""
     adapter = adapter_parameters(roles.actor.model)
-    found = {n: p for n, p in roles.actor.model.named_parameters() if n not in adapter}
+    parameters = {n: p for n, p in roles.actor.model.named_parameters() if n not in adapter}
     for name in ("reference", "reward"):
         if name in roles.models:
-            found |= {f"{name}.{n}": p for n, p in roles.models[name].model.named_parameters()}
-    return found
+            parameters |= {f"{name}.{n}": p for n, p in roles.models[name].model.named_parameters()}
+    return parameters
 
 
 def _iteration(
@@ -295,12 +295,12 @@ def _iteration(
         if average is not None:
             average.update()
     experience = updater.experience
-    found = updater.targets
+    targets = updater.targets
     return {
         "steps": results,
         "numbers": [step.numbers for step in steps],
-        "advantages": found.advantages,
-        "returns": found.returns,
+        "advantages": targets.advantages,
+        "returns": targets.returns,
         "kl": experience.kl(),
         "scores": scores,
         "values": experience.values,

@@ -29,7 +29,7 @@ def row(iteration, prompt="p", response="r", reward=0.0, **more):
 
 
 def kept(directory, *iterations, source=None, log=None, active=True):
-    found = open_rollouts(directory, log or Log(), active=active, source=source)
+    file = open_rollouts(directory, log or Log(), active=active, source=source)
     for iteration in iterations:
-        found.append(as_member([row(iteration, response=f"{iteration}-{n}") for n in range(2)]))
-    return found
+        file.append(as_member([row(iteration, response=f"{iteration}-{n}") for n in range(2)]))
+    return file

@@ -126,12 +126,12 @@ class PlainRun:
             values = [*each["values"], 0.0]
             discount, trace = self.o["gamma"], self.o["lam"]
             deltas = [rewards[t] + discount * values[t + 1] - values[t] for t in range(length)]
-            found = [
+            advantages = [
                 sum((discount * trace) ** (k - t) * deltas[k] for k in range(t, length))
                 for t in range(length)
             ]
-            each["returns"] = [a + v for a, v in zip(found, values[:-1], strict=True)]
-            return found
+            each["returns"] = [a + v for a, v in zip(advantages, values[:-1], strict=True)]
+            return advantages
         if self.algorithm == "reinforce_pp":
             rewards = [-beta * kl for kl in each["kl"]]
             rewards[-1] += each["score"]

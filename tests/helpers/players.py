@@ -16,11 +16,11 @@ class Hint:
     reward_name = None
 
     def play(self, tasks, draw, *, key):
-        found = draw(tasks, limits=[4] * len(tasks))
-        again = [n for n, each in enumerate(found) if each.ended]
+        responses = draw(tasks, limits=[4] * len(tasks))
+        again = [n for n, each in enumerate(responses) if each.ended]
         while again:  # as often as this process needs
-            hinted = [found[n].read(draw.encode("ab")) for n in again]
+            hinted = [responses[n].read(draw.encode("ab")) for n in again]
             for n, each in zip(again, draw(hinted, limits=[3] * len(again)), strict=True):
-                found[n] = each
-            again = [n for n in again if found[n].ended and len(found[n].tokens) < 8]
-        return found
+                responses[n] = each
+            again = [n for n in again if responses[n].ended and len(responses[n].tokens) < 8]
+        return responses

@@ -7,11 +7,13 @@ from dschat_lora.rl.draw.engine import Drawn
 
 class Engine:
     def draw(self, asked, sampling):
-        found = []
+        responses = []
         for row in asked:
             dice = random.Random(row.seed)
-            found.append(Drawn([dice.randrange(3, 61) for _ in range(dice.randint(1, row.limit))]))
-        return lambda: found
+            responses.append(
+                Drawn([dice.randrange(3, 61) for _ in range(dice.randint(1, row.limit))])
+            )
+        return lambda: responses
 
 
 class Known(Engine):

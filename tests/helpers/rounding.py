@@ -18,10 +18,10 @@ def assert_same_sums(found, expected, *, units=256):
 def gradients_of(loss, model):
     """By name, of all that trains; zeros where the loss depends on none of it."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(trained.items(), found, strict=True)
+        for (name, p), g in zip(trained.items(), gradients, strict=True)
     }
 
 

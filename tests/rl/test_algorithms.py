@@ -7,19 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from dschat_lora.engine.build import StepOutcome
-from dschat_lora.lora.casts import FactorCasts
-from dschat_lora.rl.learn.engines import Retry
 from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
 from dschat_lora.rl.response.batch import Minibatch, collate, response_mask
 from dschat_lora.rl.response.response import Response
+from helpers.given_engines import CPU, Roles
 from helpers.iterations import ragged_responses
 
-CPU, LONGEST = torch.device("cpu"), 12
+LONGEST = 12
 CUT = (2, 7)  # responses without end of sequence
 UNSCORED = 4
 RESPONSES = [
@@ -32,42 +29,16 @@ MASK = response_mask(RESPONSES, CPU)
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-class Actor:
-    """An engine whose log-probabilities are given; sums what is fed back."""
-
-    device = CPU
+class Given(Roles):
+    """Engines of an actor alone, whose log-probabilities are given."""
 
     def __init__(self, logprobs):
-        self.leaf, self.module, self.total = logprobs.requires_grad_(), nn.Linear(1, 1), 0.0
-
-    def backward(self, loss, *, last):
-        loss.backward()
-        self.total += loss.item()
-
-
-class Roles:
-    """Engines of an actor alone."""
-
-    critic, retry, casts = None, Retry(), FactorCasts()
-
-    def __init__(self, logprobs):
-        self.actor = Actor(logprobs)
-        self.trained = {"actor": self.actor}
+        super().__init__(critic=False)
+        self.leaf = logprobs.requires_grad_()
 
     def policy(self, batch, width):
-        rows = self.actor.leaf[list(batch.numbers)]
+        rows = self.leaf[list(batch.numbers)]
         return rows, torch.zeros_like(rows)
-
-    outputs = policy
-
-    def set_rates(self, factor):
-        return {"actor": {"lora": factor}}
-
-    def train(self, roles):
-        pass
-
-    def queue_step(self, roles):
-        return lambda: {"actor": StepOutcome(1.0, False, 1.0)}
 
 
 def table(seed, scale=0.4):
@@ -92,7 +63,7 @@ def fed(config, responses=RESPONSES):
     """(loss, gradient of the log-probabilities) of one step on all responses, in two batches."""
     mask = MASK & ~SCORES.isnan()[:, None]
     experience = Experience(responses, mask, REFERENCE, SCORES, OLD, None)
-    roles = Roles(NEW.clone())
+    roles = Given(NEW.clone())
     targets = partial(
         advantages_and_returns,
         rewards=SCORES.nan_to_num(0.0),
@@ -111,8 +82,9 @@ def fed(config, responses=RESPONSES):
         max_length=LONGEST,
     )
     (result,) = updater.steps(lambda _: 1.0)
-    assert result.loss == pytest.approx(roles.actor.total, abs=1e-10)
-    return roles.actor.total, torch.where(MASK, roles.actor.leaf.grad, 0)
+    total = sum(loss for loss, _ in roles.actor.fed)
+    assert result.loss == pytest.approx(total, abs=1e-10)
+    return total, torch.where(MASK, roles.leaf.grad, 0)
 
 
 def tokens(row, *tensors):
@@ -125,15 +97,15 @@ KEPT = [n for n in range(9) if n != UNSCORED]
 
 def compared(scores, kind):
     """Advantages by comparison with the responses to the same prompt that count."""
-    found = {}
+    advantages = {}
     for n in KEPT:
         own = [scores[m] for m in KEPT if RESPONSES[m].group == RESPONSES[n].group]
         if kind == "rloo":
-            found[n] = scores[n] - (sum(own) - scores[n]) / (len(own) - 1)
+            advantages[n] = scores[n] - (sum(own) - scores[n]) / (len(own) - 1)
         else:
             spread = statistics.stdev(own) + 1e-4 if kind == "grpo" else 1.0
-            found[n] = (scores[n] - statistics.mean(own)) / spread
-    return {n: [value] * len(RESPONSES[n].tokens) for n, value in found.items()}
+            advantages[n] = (scores[n] - statistics.mean(own)) / spread
+    return {n: [value] * len(RESPONSES[n].tokens) for n, value in advantages.items()}
 
 
 def estimate(name, p, q):
@@ -187,55 +159,46 @@ def slow(kind, loss, *, low, high, mean, kl=None, beta=0.0, where="loss", cut=Tr
 
 
 CLIP = {"low": 0.2, "high": 0.2}
+TOKEN, HIGHER = {**CLIP, "mean": "token"}, {"low": 0.2, "high": 0.28, "mean": "token", "cut": False}
+PAID = {**TOKEN, "beta": 0.1, "where": "reward"}
+K2, K3 = ({**TOKEN, "beta": 0.1, "kl": name} for name in ("k2", "k3"))
+# name: (options, how it compares, its loss, the slow loop's arguments)
 CASES = {
-    "rloo": ({}, ("rloo", "clip"), {**CLIP, "mean": "token", "beta": 0.1, "where": "reward"}),
-    "grpo": ({}, ("grpo", "clip"), {**CLIP, "mean": "token", "beta": 0.1, "kl": "k3"}),
-    "dr_grpo": ({}, ("dr_grpo", "clip"), {**CLIP, "mean": "constant"}),
-    "dapo": ({}, ("grpo", "clip"), {"low": 0.2, "high": 0.28, "mean": "token", "cut": False}),
-    "gspo": ({}, ("grpo", "gspo"), {"low": 3e-4, "high": 4e-4, "mean": "sequence"}),
-    "reinforce_pp": (
-        {},
-        ("returns", "clip"),
-        {**CLIP, "mean": "token", "beta": 0.1, "where": "reward"},
-    ),
-    "reinforce_pp_baseline": (
-        {},
-        ("whitened", "clip"),
-        {**CLIP, "mean": "token", "beta": 0.1, "kl": "k2"},
-    ),
-    "cispo": ({}, ("grpo", "cispo"), {"low": 1.0, "high": 4.0, "mean": "token"}),
+    "rloo": ({}, "rloo", "clip", PAID),
+    "grpo": ({}, "grpo", "clip", K3),
+    "dr_grpo": ({}, "dr_grpo", "clip", {**CLIP, "mean": "constant"}),
+    "dapo": ({}, "grpo", "clip", HIGHER),
+    "gspo": ({}, "grpo", "gspo", {"low": 3e-4, "high": 4e-4, "mean": "sequence"}),
+    "reinforce_pp": ({}, "returns", "clip", PAID),
+    "reinforce_pp_baseline": ({}, "whitened", "clip", K2),
+    "cispo": ({}, "grpo", "cispo", {"low": 1.0, "high": 4.0, "mean": "token"}),
     "grpo by sequence": (
         {"algorithm": "grpo", "loss_normalization": "sequence", "cliprange": 0.1},
-        ("grpo", "clip"),
-        {"low": 0.1, "high": 0.1, "mean": "sequence", "beta": 0.1, "kl": "k3"},
+        *("grpo", "clip", {**K3, "low": 0.1, "high": 0.1, "mean": "sequence"}),
     ),
     "rloo with k2 in the loss": (
         {"algorithm": "rloo", "kl_in": "loss", "kl_estimator": "k2", "cliprange_high": 0.5},
-        ("rloo", "clip"),
-        {"low": 0.2, "high": 0.5, "mean": "token", "beta": 0.1, "kl": "k2"},
+        *("rloo", "clip", {**K2, "high": 0.5}),
     ),
     "gspo with k3 in the reward": (
         {"algorithm": "gspo", "kl_in": "reward", "kl_coef": 0.3, "cliprange": 0.05},
-        ("grpo", "gspo"),
-        {"low": 0.05, "high": 0.05, "mean": "sequence"}
-        | {"beta": 0.3, "kl": "k3", "where": "reward"},
+        *("grpo", "gspo", {**PAID, "low": 0.05, "high": 0.05, "mean": "sequence"}),
     ),
     "reinforce_pp with k2 in the loss": (
         {"algorithm": "reinforce_pp", "kl_in": "loss", "kl_estimator": "k2"},
-        ("returns", "clip"),
-        {**CLIP, "mean": "token", "beta": 0.1, "kl": "k2"},
+        *("returns", "clip", K2),
     ),
     "dapo with a divergence": (
         {"algorithm": "dapo", "kl_coef": 0.2},
-        ("grpo", "clip"),
-        {"low": 0.2, "high": 0.28, "mean": "token", "cut": False, "beta": 0.2, "kl": "k3"},
+        *("grpo", "clip", {**HIGHER, "beta": 0.2, "kl": "k3"}),
     ),
 }
+CASES["gspo with k3 in the reward"][-1].update(beta=0.3, kl="k3")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_those_of_the_paper(name):
-    options, kinds, rest = CASES[name]
+    options, *kinds, rest = CASES[name]
     total, gradient = fed(PpoConfig(**(options or {"algorithm": name})))
     expected, slope = slow(*kinds, **rest)
     assert total == pytest.approx(expected, abs=1e-10)
@@ -248,7 +211,7 @@ WEIGHTED = ("rloo", "grpo", "gspo", "cispo")
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_tokens_of_another_sampler_weigh_by_their_ratio_of_probabilities(name):
-    _, kinds, rest = CASES[name]
+    _, *kinds, rest = CASES[name]
     config = PpoConfig(algorithm=name, importance_cap=1.5)
     total, gradient = fed(config, drawn_from(DRAWN))
     expected, slope = slow(*kinds, **rest, cap=1.5)
@@ -267,38 +230,20 @@ def test_where_sampler_and_policy_agree_the_weights_change_no_bit(name):
 
 
 def test_options_that_are_typed_come_before_those_of_the_algorithm():
-    found = PpoConfig(algorithm="dapo", cliprange=0.1, cliprange_high=0.3, dynamic_sampling=0)
-    assert (found.cliprange_low, found.cliprange_high) == (0.1, 0.3)
-    assert (found.dynamic_sampling, found.kl_coef) == (0, 0.0)
-    assert found.mask_truncated_completions is True
+    config = PpoConfig(algorithm="dapo", cliprange=0.1, cliprange_high=0.3, dynamic_sampling=0)
+    assert (config.cliprange_low, config.cliprange_high) == (0.1, 0.3)
+    assert (config.dynamic_sampling, config.kl_coef) == (0, 0.0)
+    assert config.mask_truncated_completions is True
     typed = PpoConfig(algorithm="dapo", kl_coef=0.5, mask_truncated_completions=False)
     assert (typed.kl_coef, typed.mask_truncated_completions) == (0.5, False)
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "grpo"])
 def test_the_first_three_algorithms_keep_their_options(name):
-    found = PpoConfig(algorithm=name)
-    assert (found.cliprange_low, found.cliprange_high, found.kl_coef) == (0.2, 0.2, 0.1)
-    assert (found.loss_normalization, found.dynamic_sampling) == ("token", 0)
-    assert not found.mask_truncated_completions
-    assert (found.kl_in, found.kl_estimator) == (
+    config = PpoConfig(algorithm=name)
+    assert (config.cliprange_low, config.cliprange_high, config.kl_coef) == (0.2, 0.2, 0.1)
+    assert (config.loss_normalization, config.dynamic_sampling) == ("token", 0)
+    assert not config.mask_truncated_completions
+    assert (config.kl_in, config.kl_estimator) == (
         ("loss", "k3") if name == "grpo" else ("reward", "k1")
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"dual_clip": 1.0}, "--dual_clip must be > 1, or 0 for none, got 1.0"),
-        ({"algorithm": "cispo", "dual_clip": 3.0}, "--dual_clip 3 is not of --algorithm cispo"),
-        ({"dynamic_sampling": 3}, "--dynamic_sampling 3 compares .* --algorithm ppo does not"),
-        ({"cliprange_high": 0.0}, "--cliprange_high must be > 0, got 0.0"),
-        (
-            {"algorithm": "dapo", "adaptive_kl_target": 3.0},
-            "--adaptive_kl_target scales --kl_coef, which is 0",
-        ),
-    ],
-)
-def test_options_that_contradict_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        PpoConfig(**options)

@@ -148,7 +148,7 @@ def plainly(family):
             ptx=run.get("ptx", 0.0),
         )
         texts = text_windows(run) if "texts" in run else None
-        found = []
+        iterations = []
         for number, (responses, more) in enumerate(run["iterations"]):
             seen = plain.look(responses, [math.nan if b is None else b for b in more])
             plain.find_targets(seen)
@@ -168,9 +168,11 @@ def plainly(family):
                 for index, step in enumerate(steps)
             ]
             results = [result for result in results if result is not None]
-            found.append({"steps": results, "seen": seen, "numbers": [s.numbers for s in steps]})
+            iterations.append(
+                {"steps": results, "seen": seen, "numbers": [s.numbers for s in steps]}
+            )
         return {
-            "iterations": found,
+            "iterations": iterations,
             "trained": {
                 role: {n: p.detach() for n, p in plain.trained(role).items()}
                 for role in plain.learners
@@ -191,8 +193,8 @@ def text_windows(run):
 
 
 @pytest.fixture(scope="module")
-def found(ranks, family):
-    """``found(name, *changes, size=1)``: rank 0's report of each run that is so changed."""
+def reports_of(ranks, family):
+    """``reports_of(name, *changes, size=1)``: rank 0's report of each run that is so changed."""
 
     def of(name, *changes, size=1):
         runs = [run_of(name, family) | each for each in changes]
@@ -202,9 +204,9 @@ def found(ranks, family):
 
 
 @pytest.fixture(scope="module")
-def usual(found):
+def usual(reports_of):
     """``usual(name)``: the report on one process."""
-    return cache(lambda name: found(name, {})[0])
+    return cache(lambda name: reports_of(name, {})[0])
 
 
 def in_peft(name):
@@ -275,8 +277,8 @@ def test_steps_are_those_of_a_plain_loop_over_separate_models(usual, plainly, na
 @pytest.mark.parametrize(
     ("name", "micro"), [("ppo", 2), *[("entropy, text and average", 2), ("grpo", 3)] * ALL]
 )
-def test_steps_of_replayed_passes_are_those_of_the_plain_loop(found, plainly, name, micro):
-    (report,) = found(name, {"recorded": True, "micro": micro})
+def test_steps_of_replayed_passes_are_those_of_the_plain_loop(reports_of, plainly, name, micro):
+    (report,) = reports_of(name, {"recorded": True, "micro": micro})
     assert_same_run(report, plainly(name))
     assert min(report["tapes"]) >= 4  # of each role, two shapes or more
 
@@ -304,8 +306,8 @@ def test_the_cases_clip_what_they_are_to_clip(usual):
         * ALL,
     ],
 )
-def test_two_processes_take_the_steps_of_the_plain_loop(found, plainly, name, changes):
-    for report in found(name, *changes, size=2):
+def test_two_processes_take_the_steps_of_the_plain_loop(reports_of, plainly, name, changes):
+    for report in reports_of(name, *changes, size=2):
         assert_same_run(report, plainly(name))
         assert_same_average(report, plainly(name))
 
@@ -335,8 +337,8 @@ def figures(report):
     ]
 
 
-def test_a_pass_made_for_old_logprobs_alone_changes_nothing(usual, found):
-    for report in found(ONE_PASS, {"defers": False}, {"micro": 3}, {"micro": 1}):
+def test_a_pass_made_for_old_logprobs_alone_changes_nothing(usual, reports_of):
+    for report in reports_of(ONE_PASS, {"defers": False}, {"micro": 3}, {"micro": 1}):
         single = usual(ONE_PASS)
         assert figures(report) == pytest.approx(figures(single), abs=1e-6)
         for ours, theirs in zip(report["iterations"], single["iterations"], strict=True):
@@ -349,9 +351,9 @@ def test_a_pass_made_for_old_logprobs_alone_changes_nothing(usual, found):
                 )
 
 
-def test_old_logprobs_of_a_first_step_are_those_of_its_own_passes_to_the_bit(found):
+def test_old_logprobs_of_a_first_step_are_those_of_its_own_passes_to_the_bit(reports_of):
     for batches in ({"micro": 4}, {"micro": 2}):
-        own, before = found("grpo", batches, batches | {"defers": False})
+        own, before = reports_of("grpo", batches, batches | {"defers": False})
         same_bits(own, before)
         for ours, theirs in zip(own["iterations"], before["iterations"], strict=True):
             assert ours["numbers"] == theirs["numbers"]
@@ -366,13 +368,13 @@ def same_bits(report, other):
             assert torch.equal(value, other["trained"][role][name]), name
 
 
-def test_what_padding_holds_changes_no_bit(usual, found):
-    (report,) = found("ppo", {"pad": 17})
+def test_what_padding_holds_changes_no_bit(usual, reports_of):
+    (report,) = reports_of("ppo", {"pad": 17})
     same_bits(report, usual("ppo"))
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", *["rloo"] * ALL])
-def test_a_response_without_score_is_as_if_it_were_not_there(found, name):
+def test_a_response_without_score_is_as_if_it_were_not_there(reports_of, name):
     responses = ragged_responses(9, group_size=3, seed=5)
     more = bonus(9, seed=2, unscored=(4,))
     steps = [[0, 4, 7, 2], [1, 3, 8], [5, 6]]
@@ -382,7 +384,7 @@ def test_a_response_without_score_is_as_if_it_were_not_there(found, name):
         "iterations": [[[responses[n] for n in rest], [more[n] for n in rest]]],
         "steps": [[rest.index(n) for n in step if n != 4] for step in steps],
     }
-    unscored, absent = found(name, run, without)
+    unscored, absent = reports_of(name, run, without)
     assert figures(unscored) == pytest.approx(figures(absent), abs=1e-6)
     table, expected = (each["iterations"][0]["advantages"] for each in (unscored, absent))
     width = expected.shape[1]
@@ -392,22 +394,22 @@ def test_a_response_without_score_is_as_if_it_were_not_there(found, name):
             torch.testing.assert_close(value, absent["trained"][role][key], rtol=0.0, atol=1e-5)
 
 
-def test_a_function_may_score_alone(found, family):
-    (both, alone) = found("rloo", {}, {"scores": "nowhere"})
+def test_a_function_may_score_alone(reports_of, family):
+    (both, alone) = reports_of("rloo", {}, {"scores": "nowhere"})
     model, function = (each["iterations"][0]["scores"] for each in (both, alone))
     more = [math.nan if b is None else b for b in CASES["rloo"][1]["iterations"][0][1]]
     torch.testing.assert_close(function, torch.tensor(more), equal_nan=True)
     assert (model - function).nan_to_num().abs().max() > 0.1
 
 
-def test_infinite_scores_change_no_weight_of_either_role(found, family):
+def test_infinite_scores_change_no_weight_of_either_role(reports_of, family):
     run = {"iterations": [[ragged_responses(4, seed=5), [0.0, math.inf, 1.0, 2.0]]]}
-    (report,) = found("ppo", run)
+    (report,) = reports_of("ppo", run)
     (step,) = {tuple(sorted(s["outcomes"])) for s in report["iterations"][0]["steps"]}
     assert step == ("actor", "critic")
     for each in report["iterations"][0]["steps"]:
         assert [o["skipped"] for o in each["outcomes"].values()] == [True, True]
-    (untouched,) = found("ppo", {"iterations": []})
+    (untouched,) = reports_of("ppo", {"iterations": []})
     for role, weights in report["trained"].items():
         for name, value in weights.items():
             assert torch.equal(value, untouched["trained"][role][name])

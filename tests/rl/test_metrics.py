@@ -37,9 +37,9 @@ def test_sampler_error_is_over_the_tokens_that_count():
     # The last response has no score; padding holds anything.
     mask = [[True, True, False], [True, False, False], [False] * 3]
     trained_on = torch.tensor([[-1.25, -2.0, 9.0], [-2.0, 9.0, 9.0], [7.0, 7.0, 7.0]])
-    found = sampler_errors(scored(responses, mask, trained_on, [1.0, 2.0, math.nan]))
-    assert found["sampler_error"] == pytest.approx((0.25 + 0.0 + 1.0) / 3)
-    assert found["sampler_error_max"] == pytest.approx(1.0)
+    metrics = sampler_errors(scored(responses, mask, trained_on, [1.0, 2.0, math.nan]))
+    assert metrics["sampler_error"] == pytest.approx((0.25 + 0.0 + 1.0) / 3)
+    assert metrics["sampler_error_max"] == pytest.approx(1.0)
 
 
 def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
@@ -49,8 +49,8 @@ def test_an_engine_that_knows_no_log_probabilities_of_the_policy_has_no_error():
     assert sampler_errors(experience) == {}
     # Of a response that does not count they are nobody's matter.
     known = [replace(rows[0], logprobs=(-1.0, 0.0)), replace(rows[1], logprobs=(nan,))]
-    found = sampler_errors(replace(experience, responses=known))
-    assert found == {"sampler_error": 0.5, "sampler_error_max": 1.0}
+    metrics = sampler_errors(replace(experience, responses=known))
+    assert metrics == {"sampler_error": 0.5, "sampler_error_max": 1.0}
 
 
 def test_answers_of_the_data_have_no_error_of_a_sampler_and_weight_1():
@@ -73,8 +73,8 @@ def test_filters_make_no_token_less_probable():
     ]
     experience = scored(rows, [[True, True], [True, False]], torch.full((2, 2), -1.0))
     assert sampler_errors(experience) == {}
-    found = sampler_errors(experience, bounds=True)
-    assert found == {"sampler_error": pytest.approx(2 / 3), "sampler_error_max": 2.0}
+    metrics = sampler_errors(experience, bounds=True)
+    assert metrics == {"sampler_error": pytest.approx(2 / 3), "sampler_error_max": 2.0}
 
 
 def test_importance_weights_are_told_of_the_tokens_that_count():
@@ -85,11 +85,11 @@ def test_importance_weights_are_told_of_the_tokens_that_count():
     experience = scored(responses, mask, policy, [1.0, 2.0, math.nan])
     # ratios 1/2, 1 and 4, the last one cut to 2, or left out; k3 is r - 1 - log r
     tis, mis = RolloutCorrection(2.0), RolloutCorrection(2.0, masks=True)
-    found = importance_metrics(experience.importance(tis), experience, tis)
-    assert found["importance_weight"] == pytest.approx((0.5 + 1 + 2) / 3)
-    assert found["importance_capped"] == pytest.approx(1 / 3)
-    assert found["rollout_ratio_max"] == pytest.approx(4)
-    assert found["rollout_kl"] == pytest.approx((-0.5 + 3 + math.log(0.5)) / 3, rel=1e-5)
+    metrics = importance_metrics(experience.importance(tis), experience, tis)
+    assert metrics["importance_weight"] == pytest.approx((0.5 + 1 + 2) / 3)
+    assert metrics["importance_capped"] == pytest.approx(1 / 3)
+    assert metrics["rollout_ratio_max"] == pytest.approx(4)
+    assert metrics["rollout_kl"] == pytest.approx((-0.5 + 3 + math.log(0.5)) / 3, rel=1e-5)
     masked = importance_metrics(experience.importance(mis), experience, mis)
     assert masked["importance_weight"] == pytest.approx((0.5 + 1) / 3)
     assert masked["importance_masked"] == pytest.approx(1 / 3)
@@ -156,29 +156,29 @@ def test_metrics_of_responses_are_means_over_those_that_count():
     values = torch.tensor([[1.0, 3.0], [2.0, 0.0], [0.0, 0.0]])
     targets = AdvantagesAndReturns(values, torch.tensor([[1.0, 3.0], [5.0, 0.0], [0.0, 0.0]]))
     experience = Experience(responses, mask, reference, scores, policy, values)
-    found = response_metrics(experience, taught, targets, ALGORITHMS["ppo"])
+    metrics = response_metrics(experience, taught, targets, ALGORITHMS["ppo"])
     # log p/q is log 2 - log 2 in all of the first response, and log 4 of the second
-    assert found["kl"] == pytest.approx(math.log(4) / 2, rel=1e-6)
-    assert found["kl_standard_error"] == pytest.approx(math.log(4) / 2 / math.sqrt(2), rel=1e-6)
+    assert metrics["kl"] == pytest.approx(math.log(4) / 2, rel=1e-6)
+    assert metrics["kl_standard_error"] == pytest.approx(math.log(4) / 2 / math.sqrt(2), rel=1e-6)
     # k3 is r - 1 - log r of r = q/p: 1/2 and 2, and 1/4
-    assert found["kl_k3"] == pytest.approx((0.5 + (-0.75 + math.log(4))) / 2, rel=1e-6)
-    assert (found["reward"], found["reward_std"], found["scaled_reward"]) == (2.5, 1.5, 0.5)
-    assert found["response_length"] == 1.5
-    assert found["reward_length_correlation"] == pytest.approx(-1)
-    assert (found["eos_rate"], found["truncated_fraction"], found["dropped"]) == (0.5, 0.5, 1)
+    assert metrics["kl_k3"] == pytest.approx((0.5 + (-0.75 + math.log(4))) / 2, rel=1e-6)
+    assert (metrics["reward"], metrics["reward_std"], metrics["scaled_reward"]) == (2.5, 1.5, 0.5)
+    assert metrics["response_length"] == 1.5
+    assert metrics["reward_length_correlation"] == pytest.approx(-1)
+    assert (metrics["eos_rate"], metrics["truncated_fraction"], metrics["dropped"]) == (0.5, 0.5, 1)
     # errors 0, 0, 3 have the variance 2, the returns 1, 3, 5 that of 8/3
-    assert found["explained_variance"] == pytest.approx(1 - 2 / (8 / 3), rel=1e-6)
-    assert found["equal_prompts"] == 1
-    assert (found["samples"], found["tokens"], found["supervised_tokens"]) == (3, 7, 4)
+    assert metrics["explained_variance"] == pytest.approx(1 - 2 / (8 / 3), rel=1e-6)
+    assert metrics["equal_prompts"] == 1
+    assert (metrics["samples"], metrics["tokens"], metrics["supervised_tokens"]) == (3, 7, 4)
 
 
 def test_clipped_scores_are_told_whatever_the_penalty():
     config = RewardsConfig(clip_reward_value=2.0, missing_eos_penalty=1.0)
     scores, ended = torch.tensor([2.0, 3.0, -9.0, 1.0]), torch.tensor([True, False, True, True])
     options = ended, [1] * 4, RunningMoments()
-    found = shape(scores, *options, replace(config, reward_scaling="none"), longest=9)
-    assert found.rewards.tolist() == [2.0, 1.0, -2.0, 1.0]
-    assert found.clip_fraction == 0.75
+    metrics = shape(scores, *options, replace(config, reward_scaling="none"), longest=9)
+    assert metrics.rewards.tolist() == [2.0, 1.0, -2.0, 1.0]
+    assert metrics.clip_fraction == 0.75
     free = RewardsConfig(clip_reward_value=0.0, reward_scaling="none")
     assert shape(99 * scores, *options, free, longest=9).clip_fraction == 0.0
 
@@ -204,8 +204,8 @@ class Texts:
 
 
 def test_text_is_counted_once_since_the_last_look(ranks):
-    found = ranks(1).run("test_metrics:counted")[0]
-    assert found == [[8, 15], 3 + 5 + 7 + 3 + 5, 0]
+    counts = ranks(1).run("test_metrics:counted")[0]
+    assert counts == [[8, 15], 3 + 5 + 7 + 3 + 5, 0]
 
 
 def counted():

@@ -10,28 +10,10 @@ from helpers.iterations import ragged_responses
 LENGTHS = [7, 3, 9, 9, 2, 5, 11, 4, 4, 6, 8, 1, 12]
 
 
-def dealt(
-    world_size,
-    *,
-    rows_per_step=6,
-    per_rank=None,
-    key=("k", 1),
-    lengths=LENGTHS,
-    tokens_per_device=0,
-):
-    micro = per_rank or 6 // world_size
-    return [
-        make_minibatches(
-            lengths,
-            rows_per_step=rows_per_step,
-            micro_batch_size=micro,
-            rank=rank,
-            world_size=world_size,
-            key=key,
-            tokens_per_device=tokens_per_device,
-        )
-        for rank in range(world_size)
-    ]
+def dealt(world_size, *, per_rank=None, key=("k", 1), tokens_per_device=0):
+    options = {"rows_per_step": 6, "micro_batch_size": per_rank or 6 // world_size, "key": key}
+    options |= {"world_size": world_size, "tokens_per_device": tokens_per_device}
+    return [make_minibatches(LENGTHS, rank=rank, **options) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -118,11 +100,11 @@ def test_each_predicted_token_is_the_next_one_of_its_response():
         for step, token in enumerate(each.tokens):
             place = row * batch.input_ids.shape[1] + len(each.prompt) + step - 1
             expected.append((place, token, row, step))
-    found = zip(
+    predicted = zip(
         *(x.tolist() for x in (batch.logit_positions, batch.target_ids, batch.owner, batch.step)),
         strict=True,
     )
-    assert sorted(found) == expected
+    assert sorted(predicted) == expected
     ids = batch.input_ids.flatten()
     assert ids[batch.ends].tolist() == [responses[n].tokens[-1] for n in numbers]
     assert ids[batch.logit_positions + 1].tolist() == batch.target_ids.tolist()

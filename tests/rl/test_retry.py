@@ -42,11 +42,11 @@ def generator(monkeypatch, *, free=0, reserved=0, update=0, keeps=True, version=
         unpacked=None,
         version=version,
     )
-    found = OwnEngine(site)
-    found.emptied = emptied
+    engine = OwnEngine(site)
+    engine.emptied = emptied
     if keeps:
-        found._decoders[0], found._keeps_memory = object(), True
-    return found
+        engine._decoders[0], engine._keeps_memory = object(), True
+    return engine
 
 
 def test_merged_rollouts_are_rounded_anew_in_every_iteration(monkeypatch):
@@ -54,8 +54,8 @@ def test_merged_rollouts_are_rounded_anew_in_every_iteration(monkeypatch):
     monkeypatch.setattr(
         "dschat_lora.rl.draw.own_engine.Decoder", lambda **options: given.update(options)
     )
-    found = generator(monkeypatch, version=lambda: iteration[0])
-    found._make_decoder()
+    kept = generator(monkeypatch, version=lambda: iteration[0])
+    kept._make_decoder()
     said = []
     for iteration[0] in (0, 3, 3):
         said.append(given["rounding"]())

@@ -1,4 +1,4 @@
-"""How reward functions are called, several at once, and dynamic sampling."""
+"""How reward functions are found and called, and several at once."""
 
 import asyncio
 import json
@@ -9,9 +9,6 @@ import time
 import pytest
 import torch
 
-from dschat_lora.rl.learn.dynamic_sampling import resample
-from dschat_lora.rl.learn.experience import idle_groups
-from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import (
@@ -26,7 +23,6 @@ from dschat_lora.rl.score.scores import (
 from dschat_lora.rl.score.user_functions import RewardError, TrainerState
 from helpers.roles import Words
 
-CPU = torch.device("cpu")
 LENGTH = "helpers.scores:length"
 HELLO = [{"role": "user", "content": "hello"}]
 ROWS = [
@@ -48,8 +44,86 @@ def made(function, name="mine:score", **options):
     return RewardFunction("reward_function", name, function, Words(), **options)
 
 
-def scored(function, **options):
-    return made(function, **options)(RESPONSES)[:, 0].tolist()
+def scored(function, option="reward_function", **options):
+    return RewardFunction(option, "mine:score", function, Words(), **options)(RESPONSES)[:, 0]
+
+
+def test_a_function_gets_texts_and_what_else_it_asks_for():
+    got = {}
+
+    def score(prompts, responses, *, ended, rows, token_ids, unused=3):
+        got.update(locals())
+        return [1, 2.5, -3]
+
+    scores = scored(score)
+    assert scores.tolist() == [1.0, 2.5, -3.0]
+    assert scores.dtype == torch.float32
+    assert got == {
+        "got": got,
+        "prompts": ["5 6", "5", "2 4"],
+        "responses": ["7 8", "9", "3 4 5 6"],  # without the end of sequence
+        "ended": [True, False, False],
+        "rows": ROWS,
+        "token_ids": [[7, 8, 2], [9], [3, 4, 5, 6]],
+        "unused": 3,
+    }
+
+
+def test_a_function_that_takes_everything_gets_all_there_is():
+    def greedy(**everything):
+        own = {"prompts", "responses", "messages", "ended", "rows", "token_ids"}
+        trls = {"completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+        assert set(everything) == own | trls | {"answer", "level"}
+        return (0.5,) * 3
+
+    assert scored(greedy).tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [[1, None, 2.0], (True, None, "2"), [torch.ones(1), None, torch.full((1,), 2.0)]],
+    ids=["list", "tuple", "column"],
+)
+def test_none_is_a_response_that_does_not_count(returned):
+    scores = scored(lambda prompts, responses: returned)
+    assert scores[1].isnan()
+    assert scores[[0, 2]].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("option", ["reward_function", "judge_function"])
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0, 2.0], "returned 2 scores for 3 responses; it must return a list"),
+        (torch.ones(4), "returned 4 scores for 3 responses"),
+        (None, "returned a NoneType for 3 responses"),
+        (torch.tensor(1.0), "returned a Tensor for 3 responses"),
+        ({1: 2, 3: 4, 5: 6}, "returned a dict for 3 responses"),
+        ("abc", "returned a str for 3 responses"),
+        ([1, math.inf, 0], "returned inf for the prompt '5'; scores are finite numbers, or None"),
+        ([1.0, -math.inf, 0.0], "returned -inf for the prompt '5'; scores are finite"),
+        (torch.tensor([1.0, math.nan, 2.0]), r"returned tensor\(nan\) for the prompt '5'"),
+        ([1.0, "good", 0.0], "returned 'good' for the prompt '5'; scores are finite"),
+        ([1.0, [1, 2], 0.0], r"returned \[1, 2\] for the prompt '5'; scores are finite"),
+        ([1.0, 10**400, 0.0], "returned 10000000000.*; scores are finite"),
+        (torch.ones(3, 2), r"returned tensor\(\[1., 1.\]\) for the prompt '5 6'; scores are"),
+    ],
+)
+def test_what_is_no_score_is_refused_by_name(returned, words, option):
+    with pytest.raises(ValueError, match=f"--{option} mine:score {words}"):
+        scored(lambda prompts, responses: returned, option)
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_processes_share_the_responses_and_all_know_every_score(ranks, count):
+    reports = ranks(2).run("helpers.iterations:score_by_length", count=count)
+    assert [each["scores"] for each in reports] == [[float(n + 1) for n in range(count)]] * 2
+    assert reports[0]["own"] == [n + 1 for n in range(0, count, 2)]
+    assert reports[1]["own"] == [n + 1 for n in range(1, count, 2)]
+    mean = sum(range(count + 1)) / min(count, 2)  # a call of each process that has responses
+    logged = [{"calls": mean}, {"length": [n + 1 for n in range(count)]}]
+    assert [list(each["logged"]) for each in reports] == [logged] * 2
 
 
 def test_a_function_of_trls_gets_messages_columns_and_token_ids():
@@ -60,7 +134,7 @@ def test_a_function_of_trls_gets_messages_columns_and_token_ids():
         got.update(level=kwargs["level"])
         return [0.0, 1.0, 2.0]
 
-    assert scored(score) == [0.0, 1.0, 2.0]
+    assert scored(score).tolist() == [0.0, 1.0, 2.0]
     assert got["prompts"] == [HELLO, HELLO, "plain"]
     assert got["completions"] == [
         [{"role": "assistant", "content": "7 8"}],
@@ -79,7 +153,7 @@ def test_a_function_of_one_response_is_asked_about_each():
         asked.append((prompt, response, ended, answer))
         return len(asked)
 
-    assert scored(score) == [1.0, 2.0, 3.0]
+    assert scored(score).tolist() == [1.0, 2.0, 3.0]
     assert asked == [
         ("5 6", "7 8", True, "7 8"),
         ("5", "9", False, "3"),
@@ -98,7 +172,7 @@ def test_coroutines_of_single_responses_run_at_once():
         waiting -= 1
         return float(len(response))
 
-    assert scored(score) == [3.0, 1.0, 7.0]
+    assert scored(score).tolist() == [3.0, 1.0, 7.0]
     assert most == 3
 
 
@@ -109,7 +183,7 @@ def test_a_call_may_have_the_responses_to_one_prompt():
         calls.append(responses)
         return [float(len(calls))] * len(responses)
 
-    assert scored(score, batch="group") == [1.0, 1.0, 2.0]
+    assert scored(score, batch="group").tolist() == [1.0, 1.0, 2.0]
     assert calls == [["7 8", "9"], ["3 4 5 6"]]
 
 
@@ -122,7 +196,7 @@ def test_a_failure_is_tried_again_as_often_as_asked(capsys):
             raise ConnectionError("try later")
         return [1.0] * 3
 
-    assert scored(score, retries=2) == [1.0] * 3
+    assert scored(score, retries=2).tolist() == [1.0] * 3
     assert capsys.readouterr().err.count("mine:score failed and is tried again") == 2
     calls.clear()
     with pytest.raises(RuntimeError, match="--reward_function mine:score failed"):
@@ -166,7 +240,7 @@ def test_what_came_within_the_time_is_not_asked_for_again():
         await asyncio.sleep(30 if calls.count("9") == 1 and response == "9" else 0)
         return 1.0
 
-    assert scored(score, timeout=0.2, retries=1) == [1.0] * 3
+    assert scored(score, timeout=0.2, retries=1).tolist() == [1.0] * 3
     assert sorted(calls) == ["3 4 5 6", "7 8", "9", "9"]
 
 
@@ -203,7 +277,7 @@ def test_a_call_that_takes_too_long_is_an_error():
     words = "mine:score took more than the 0.01 seconds of --reward_timeout for 3 responses"
     with pytest.raises(RuntimeError, match=words):
         scored(score, timeout=0.01)
-    assert scored(score, timeout=5.0) == [0.0] * 3
+    assert scored(score, timeout=5.0).tolist() == [0.0] * 3
     assert begun == ["7 8"]  # no further one
 
     def fails(responses):
@@ -234,12 +308,11 @@ def values_of(scores):
     return torch.tensor([math.nan if score is None else float(score) for score in scores])
 
 
-def summed(functions, weights, *others, gates=(), responses=RESPONSES):
-    """The scores of functions, of which the last ones are ``gates``, and of other scorers."""
+def summed(functions, weights, *others, responses=RESPONSES):
+    """The scores of functions and of other scorers."""
     taken = tuple(name for each in others for name in each.names)
-    scorers = (RewardFunctions((*functions, *gates), taken=(*taken, "reward_model")), *others)
-    names = scorers[0].names[len(functions) :]
-    return RewardSum(scorers, weights, names, str)(responses, TrainerState())
+    scorers = (RewardFunctions(functions, taken=(*taken, "reward_model")), *others)
+    return RewardSum(scorers, weights, str)(responses, TrainerState())
 
 
 def test_scores_are_weighted_and_added_to_the_reward_models():
@@ -249,57 +322,31 @@ def test_scores_are_weighted_and_added_to_the_reward_models():
         made(lambda responses: [5, 5, 5], "c:right"),
     )
     weights = {"right": 2.0, "short": 0.5, "right_2": -1.0}
-    found = summed(functions, weights)
-    assert list(found.by_name) == ["right", "short", "right_2"]
-    assert found.by_name["short"][0].item() == 10.0
-    assert found.total.tolist() == [2.0, -1.0, 16.0]
-    assert found.weights == weights
+    scores = summed(functions, weights)
+    assert list(scores.by_name) == ["right", "short", "right_2"]
+    assert scores.by_name["short"][0].item() == 10.0
+    assert scores.total.tolist() == [2.0, -1.0, 16.0]
+    assert scores.weights == weights
     model = Given(reward_model=[1, 1, 2])
     total = summed(functions, {"reward_model": 3.0, **weights}, model).total
     assert total.tolist() == [2.0 + 5.0 - 5.0 + 3.0, 4.0 - 5.0 + 3.0, 6.0 + 15.0 - 5.0 + 6.0]
 
 
-def test_where_a_gate_is_closed_nothing_else_is_worth_anything():
-    functions = (made(lambda responses: [1, 2, None], "a:right"),)
-    gates = (
-        made(lambda responses: [1, 0, 1], "b:right"),
-        made(lambda responses: [None, 3, -1], "c:kept"),
-    )
-    found = summed(functions, {"right": 2.0}, gates=gates)
-    assert list(found.by_name) == ["right", "right_2", "kept"]
-    assert found.total[:2].tolist() == [2.0, 0.0]
-    assert found.total[2].isnan()
-    weights = {"reward_model": 1.0, "right": 2.0}
-    for model, expected in (([5, 5, 5], [7.0, 0.0, 0.0]), ([0, -9, -1], [2.0, -5.0, -1.0])):
-        found = summed(functions, weights, Given(reward_model=model), gates=gates)
-        assert found.total.tolist() == expected
-
-
 def test_an_environment_s_reward_keeps_its_name_beside_a_function_of_that_name():
     rewards = [1.0, 2.0, None]
     responses = [each.rewarded(reward) for each, reward in zip(RESPONSES, rewards, strict=True)]
-    found = summed(
+    scores = summed(
         (made(lambda responses: [1, 1, 1], "a:play"),),
         {"play_2": 5.0, "play": 1.0},
         EpisodeScorer("play"),
         responses=responses,
     )
-    assert list(found.by_name) == ["play_2", "play"]
-    assert found.total.tolist() == [6.0, 7.0, 5.0]
+    assert list(scores.by_name) == ["play_2", "play"]
+    assert scores.total.tolist() == [6.0, 7.0, 5.0]
 
 
-def test_gates_are_named_as_functions_are():
-    config = RewardsConfig(reward_gate="helpers.scores:ended", reward_function=LENGTH)
-    found = load_scorer(config, Words(), has_model=False)
-    assert found.names == ("length", "ended")
-    assert found.gates == ("ended",)
-    with pytest.raises(ValueError, match="--reward_gate must be module:function"):
-        RewardsConfig(reward_gate=("x",))
-
-
-@pytest.mark.parametrize("found", [[1.0], [math.nan] * 3])
-def test_whatever_a_function_does_wrong_is_one_error_with_its_cause(found):
-    functions = RewardFunctions((made(lambda responses: found),))
+def test_whatever_a_function_does_wrong_is_one_error_with_its_cause():
+    functions = RewardFunctions((made(lambda responses: [1.0]),))
     with pytest.raises(RewardError) as caught:
         functions(RESPONSES, TrainerState())
     assert "--reward_function mine:score returned" in str(caught.value.__cause__)
@@ -313,10 +360,8 @@ def test_weights_are_of_the_functions_and_last_of_the_model():
     del ones["reward_model"]
     assert load_scorer(config, Words(), has_model=False).weights == ones
     config = RewardsConfig(reward_function=names, reward_weights=(0.5, 2.0, 3.0))
-    found = load_scorer(config, Words(), has_model=True).weights
-    assert found == {"reward_model": 3.0, "ended": 0.5, "length": 2.0}
-    with pytest.raises(ValueError, match="--reward_weights has 1 weights for 2 functions"):
-        RewardsConfig(reward_function=names, reward_weights=(1.0,))
+    weights = load_scorer(config, Words(), has_model=True).weights
+    assert weights == {"reward_model": 3.0, "ended": 0.5, "length": 2.0}
 
 
 # ---------------------------------------------------------------------------- scorers
@@ -327,13 +372,13 @@ class Two:
 
     names = ("sizes", "groups")
 
-    def __init__(self, found=None):
-        self.found, self.asked = found, []
+    def __init__(self, given=None):
+        self.given, self.asked = given, []
 
     def __call__(self, responses, state):
         self.asked.append((responses, state.global_step))
-        if self.found is not None:
-            return self.found
+        if self.given is not None:
+            return self.given
         sizes = torch.tensor([len(each.token_ids) for each in responses])
         return {"sizes": sizes, "groups": [each.group or None for each in responses]}
 
@@ -343,12 +388,10 @@ def test_a_scorer_sees_responses_as_text_tokens_and_rows_and_scores_by_name():
     functions = RewardFunctions((made(mine, "a:two"), made(lambda responses: [7, 8, 9], "b:sizes")))
     assert functions.names == ("sizes", "groups", "sizes_2")
     functions.check_columns(())
-    found = functions(RESPONSES, TrainerState(global_step=3)).by_name
-    assert {name: values.tolist() for name, values in found.items() if name != "groups"} == {
-        "sizes": [3.0, 1.0, 4.0],
-        "sizes_2": [7.0, 8.0, 9.0],
-    }
-    assert found["groups"].isnan().tolist() == [True, True, False]
+    by_name = functions(RESPONSES, TrainerState(global_step=3)).by_name
+    assert by_name["sizes"].tolist() == [3.0, 1.0, 4.0]
+    assert by_name["sizes_2"].tolist() == [7.0, 8.0, 9.0]
+    assert by_name["groups"].isnan().tolist() == [True, True, False]
     ((responses, step),) = mine.asked
     first = responses[0]
     assert step == 3
@@ -358,13 +401,13 @@ def test_a_scorer_sees_responses_as_text_tokens_and_rows_and_scores_by_name():
 
 
 def test_a_name_that_a_scorer_leaves_out_is_not_scored():
-    found = made(Two({"groups": [1, 2, None]}))(RESPONSES)
-    assert found[:, 0].isnan().all()
-    assert found[:2, 1].tolist() == [1.0, 2.0]
+    scores = made(Two({"groups": [1, 2, None]}))(RESPONSES)
+    assert scores[:, 0].isnan().all()
+    assert scores[:2, 1].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("given", "words"),
     [
         ([1, 2, 3], "returned a list; it must return scores of the responses by its names sizes, "),
         ({"size": [1, 2, 3]}, r"returned \['size'\]; it must"),
@@ -372,90 +415,72 @@ def test_a_name_that_a_scorer_leaves_out_is_not_scored():
         ({"sizes": [1, 2, "x"]}, "returned 'x' for the prompt"),
     ],
 )
-def test_what_a_scorer_may_not_return_is_refused(found, words):
+def test_what_a_scorer_may_not_return_is_refused(given, words):
     with pytest.raises(ValueError, match=f"--reward_function mine:score {words}"):
-        made(Two(found))(RESPONSES)
+        made(Two(given))(RESPONSES)
 
 
-def test_weights_of_a_scorer_are_of_its_names_and_checked_once_it_is_known(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "two_rewards.py").write_text(
-        "class Two:\n    names = ('a', 'b')\n"
-        "    def __call__(self, responses, state):\n        return {}\n"
+# ---------------------------------------------------------------------------- loading
+
+
+MODULE = """
+number = 3
+scorer = type("Scorer", (), {"__call__": lambda self, prompts, responses: []})()
+def open_to_all(prompts, responses, *more, **others): return []
+def optional(prompts, responses, weight=2.0): return []
+def prompts_alone(prompts): return []
+def asks_for_more(prompts, responses, answers): return []
+def asks_by_name(prompts, responses, *, answers, **others): return []
+class Two:
+    names = ("a", "b")
+    def __call__(self, responses, state): return {}
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """``load(name, option)``: the function of a module in the working directory."""
+    (tmp_path / "t1_my_rewards.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    return lambda name, option="judge_function": load_function(
+        option, f"t1_my_rewards:{name}", Words()
     )
-    names = ("two_rewards:Two", LENGTH)
+
+
+def test_a_function_is_found_beside_the_user(load):
+    for name in ("open_to_all", "optional", "scorer"):
+        function = load(name)
+        assert (function.name, function.option) == (f"t1_my_rewards:{name}", "judge_function")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "t1_my_rewards has no function nothing"),
+        ("number", "t1_my_rewards has no function number"),
+        ("prompts_alone", r"must take responses, completions or messages .* it takes \(prompts\)"),
+        ("Two", "gives 2 rewards"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(load, name, words):
+    with pytest.raises(ValueError, match=f"--judge_function t1_my_rewards:{name}.*{words}"):
+        load(name)
+
+
+@pytest.mark.parametrize("name", ["asks_for_more", "asks_by_name"])
+def test_a_column_that_the_data_lacks_is_refused_by_name(load, name):
+    function = load(name)
+    function.check_columns(["answers", "prompt"])
+    words = f"--judge_function t1_my_rewards:{name} asks for answers; .* data: answer, prompt"
+    with pytest.raises(ValueError, match=words):
+        function.check_columns(["prompt", "answer"])
+
+
+def test_weights_of_a_scorer_are_of_its_names_and_checked_once_it_is_known(load):
+    names = ("t1_my_rewards:Two", LENGTH)
     config = RewardsConfig(reward_function=names, reward_weights=(1.0, 2.0, 3.0))
-    found = load_scorer(config, Words(), has_model=False)
-    assert found.weights == {"a": 1.0, "b": 2.0, "length": 3.0}
+    scorer = load_scorer(config, Words(), has_model=False)
+    assert scorer.weights == {"a": 1.0, "b": 2.0, "length": 3.0}
     config = RewardsConfig(reward_function=names, reward_weights=(1.0,) * 5)
     with pytest.raises(ValueError, match="--reward_weights has 5 weights for 3 functions"):
         load_scorer(config, Words(), has_model=True)
-    with pytest.raises(ValueError, match="--judge_function two_rewards:Two gives 2 rewards"):
-        load_function("judge_function", "two_rewards:Two", Words())
-
-
-# ---------------------------------------------------------------------------- dynamic sampling
-
-
-def group_of(number, place):
-    """Two responses to a prompt, which name it."""
-    return [Response((number,), (number, k), True, place) for k in range(2)]
-
-
-def resampled(prompts, further, rewards, *, tries=9):
-    """The prompts of each place at the end, and what was done; ``rewards`` by prompt."""
-    rounds = []
-
-    def generate(numbers, number):
-        rounds.append((number, list(numbers)))
-        return [r for place, prompt in enumerate(numbers) for r in group_of(prompt, place)]
-
-    def score(responses):
-        values = torch.tensor([rewards[r.prompt[0]][r.tokens[1]] for r in responses])
-        return Scores(values, {"f": 2 * values})
-
-    first = [r for place, prompt in enumerate(prompts) for r in group_of(prompt, place)]
-    found = resample(
-        first,
-        algorithm=ALGORITHMS["dapo"],
-        further=iter(further),
-        tries=tries,
-        generate=generate,
-        score=score,
-    )
-    assert [r.group for r in found.responses] == [n // 2 for n in range(len(first))]
-    torch.testing.assert_close(found.scores.total, score(found.responses).total, equal_nan=True)
-    torch.testing.assert_close(found.scores.by_name["f"], 2 * found.scores.total, equal_nan=True)
-    return [r.prompt[0] for r in found.responses[::2]], found.metrics, rounds
-
-
-REWARDS = {
-    **dict.fromkeys((1, 2, 11, 13), (0.0, 1.0)),
-    **dict.fromkeys((3, 4, 10, 12), (1.0, 1.0)),
-    5: (math.nan, 1.0),
-}
-
-
-def test_a_group_is_idle_where_no_two_responses_that_count_differ():
-    nan, dapo = math.nan, ALGORITHMS["dapo"]
-    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0, nan, nan, nan, 2.0, 3.0, 3.0, nan, 4.0])
-    groups = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6]
-    assert idle_groups(dapo, groups, rewards, {}, {}) == [0, 2, 3, 4, 5, 6]
-    assert idle_groups(dapo, [4, 4, 4], torch.tensor([0.0, nan, 1.0]), {}, {}) == []
-
-
-def test_equal_groups_are_replaced_by_further_prompts_until_none_is_left():
-    prompts, metrics, rounds = resampled([1, 3, 2, 4], [10, 11, 12, 13], REWARDS)
-    assert prompts == [1, 11, 2, 13]
-    assert rounds == [(1, [10, 11]), (2, [12]), (3, [13])]
-    assert metrics == {"resampling_tries": 3, "resampled_prompts": 2, "resampled_responses": 8}
-
-
-def test_no_more_prompts_are_asked_than_tries_allow_or_there_are():
-    assert resampled([3, 4], [10, 12, 11, 13], REWARDS, tries=1)[0] == [3, 4]
-    prompts, metrics, _ = resampled([3, 5], [11], REWARDS)
-    assert prompts == [11, 5]
-    assert metrics["resampling_tries"] == 1
-    prompts, metrics, rounds = resampled([1, 2], [11], REWARDS)  # these differ
-    assert (prompts, rounds) == ([1, 2], [])
-    assert set(metrics.values()) == {0}

@@ -69,12 +69,12 @@ def test_the_tokens_of_a_further_turn_are_the_actors():
     first = draw([Response((9, 4), (), F, 1, origin=Origin(place)) for place in (2, 3)])
     assert first[0].tokens == (5, 2)
     assert first[0].ended
-    (found,) = draw([first[1].read([7, 7])])
-    assert found.tokens == (5, 2, 7, 7, 6, 2)
-    assert found.actor_mask == (T, T, F, F, T, T)
-    assert found.logprobs == (-0.5, -1.0, -0.5, -1.0)
-    assert found.sampler_logprobs == (-0.25,) * 4
-    assert found.ended
+    (response,) = draw([first[1].read([7, 7])])
+    assert response.tokens == (5, 2, 7, 7, 6, 2)
+    assert response.actor_mask == (T, T, F, F, T, T)
+    assert response.logprobs == (-0.5, -1.0, -0.5, -1.0)
+    assert response.sampler_logprobs == (-0.25,) * 4
+    assert response.ended
     asked = decoder.asked[1]
     assert asked.ids == [[9, 4, 5, 2, 7, 7]]
     assert asked.limits == [8 - 4]
@@ -107,8 +107,8 @@ def test_a_turn_that_was_drawn_twice_at_once_goes_on_from_its_own_row():
     decoder = Decoder((5, 6), (7, 2))
     draw = draw_of(decoder, copies=1)
     (task,), (other,) = tasks_of(PROMPTS[:1], 1), [unanswered(*PROMPTS[1], 1)]
-    found = draw([task, task, other])
-    draw([found[2].read([8])])
+    responses = draw([task, task, other])
+    draw([responses[2].read([8])])
     # Row 2, behind both of the first prompt's; all but the last token that was chosen.
     assert decoder.asked[1].prefixes == [(2, 3)]
 
@@ -117,7 +117,7 @@ def test_a_response_without_room_for_a_token_stays_as_it_is():
     decoder = Decoder((6, 2))
     full = Response((9,), (5,) * 8, F, 0)
     short = Response((9,), (5,) * 6, F, 0, origin=Origin(1))
-    found = draw_of(decoder)([full, short])
-    assert found[0] == full
-    assert found[1].tokens == (*(5,) * 6, 6, 2)
+    responses = draw_of(decoder)([full, short])
+    assert responses[0] == full
+    assert responses[1].tokens == (*(5,) * 6, 6, 2)
     assert decoder.asked[0].limits == [2]

@@ -31,7 +31,7 @@ def outputs(engines, batch):
     """What the roles say, and the gradients of a sum that weighs every number differently."""
     logprobs, entropies = engines.policy(batch, WIDTH)
     values = engines.values(batch, WIDTH)
-    found = [
+    tables = [
         logprobs,
         entropies,
         engines.policy(batch, WIDTH, "reference")[0],
@@ -41,7 +41,7 @@ def outputs(engines, batch):
     weights = torch.linspace(-1, 2, logprobs.numel()).view(logprobs.shape)
     modules = torch.nn.ModuleList([engines.actor, engines.critic])
     parameters = [p for p in modules.parameters() if p.requires_grad]
-    return found, torch.autograd.grad(
+    return tables, torch.autograd.grad(
         (weights * (logprobs + values)).sum(), parameters, allow_unused=True
     )
 
@@ -58,8 +58,8 @@ def test_roles_say_the_same_of_branches_as_of_rows_and_learn_the_same(
         collate(RESPONSES, ORDER, 0, shares_prompts=shares) for shares in (False, True)
     )
     assert shared.input_ids.shape[0] == 3 < alone.input_ids.shape[0] == len(ORDER)
-    (expected, slopes), (found, own) = outputs(engines, alone), outputs(engines, shared)
-    for value, wanted in zip([*found, *own], [*expected, *slopes], strict=True):
+    (expected, slopes), (said, own) = outputs(engines, alone), outputs(engines, shared)
+    for value, wanted in zip([*said, *own], [*expected, *slopes], strict=True):
         assert (value is None) == (wanted is None)
         if wanted is not None:
             assert_same_sums(value, wanted)
@@ -97,9 +97,9 @@ def test_sequences_of_one_response_are_learnt_as_responses_of_their_own_one_afte
         tables.append([logprobs, engines.values(batch, width), engines.scores(batch)])
     sizes = [each.num_actor_tokens for each in parts]
     rows = [torch.cat([t[n, :size] for n, size in enumerate(sizes)]) for t in tables[0][:2]]
-    for found, row, apart_table in zip(tables[1][:2], rows, tables[0][:2], strict=True):
-        assert_same_sums(found[0], row)
-        assert_same_sums(found[1], apart_table[3])
+    for own_table, row, apart_table in zip(tables[1][:2], rows, tables[0][:2], strict=True):
+        assert_same_sums(own_table[0], row)
+        assert_same_sums(own_table[1], apart_table[3])
     # The reward model reads the last one.
     assert_same_sums(tables[1][2], tables[0][2][2:])
     weights = torch.linspace(-1, 2, width)

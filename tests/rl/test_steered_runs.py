@@ -25,8 +25,8 @@ def test_an_entropy_is_steered_by_its_bonus_and_a_stopped_run_steers_on(tmp_path
         0.005 * steps[1]["entropy"], rel=0.1
     )
     low = dl.rlhf(data=ROWS, **options, target_entropy=1e-9, entropy_coef=0.02)
-    found = [line["entropy_coef"] for line in low.metrics if line["kind"] == "train"]
-    assert found == [0.0, 0.0, 0.0]
+    coefs = [line["entropy_coef"] for line in low.metrics if line["kind"] == "train"]
+    assert coefs == [0.0, 0.0, 0.0]
     stop = [lambda event, step, metrics: "stop" if step == 1 else None]
     home = {"output_dir": tmp_path / "out", "target_entropy": 50.0}
     dl.rlhf(data=ROWS, **options, callbacks=stop, **home)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from dschat_lora.generation.stops import end_of_text, stop_ids
-from dschat_lora.rl.options.config import RolloutConfig
 
 TEXTS = {3: "Yes", 4: ".", 5: "\n", 6: "Hum", 7: "an", 8: ":"}
 
@@ -57,5 +56,3 @@ def test_a_stop_token_of_several_tokens_is_refused(monkeypatch):
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
     with pytest.raises(ValueError, match="--stop_tokens 'Human:' is 2 tokens of the actor's"):
         stop_ids(Tokenizer(), model, ["Human:"])
-    with pytest.raises(ValueError, match="--stop_strings must be texts that are not empty"):
-        RolloutConfig(stop_strings=("",))

@@ -50,8 +50,8 @@ def by_format(completions, **kwargs):
 
 
 def by_column(completions, ground_truth, **kwargs):
-    found = [re.search(r"\\boxed\{(.*?)\}", text) for text in completions]
-    return [float(m is not None and m[1] == t) for m, t in zip(found, ground_truth, strict=True)]
+    matches = [re.search(r"\\boxed\{(.*?)\}", text) for text in completions]
+    return [float(m is not None and m[1] == t) for m, t in zip(matches, ground_truth, strict=True)]
 
 
 def of_maths(prompts, completions, task, **kwargs):
@@ -144,11 +144,13 @@ def trls(functions, weights, inputs):
     ]
     ids = [list(map(ord, answer)) for _, answer in inputs]
     with mock.patch("trl.trainer.grpo_trainer.logger"):  # it would ask for accelerate's state
-        found = trainer._calculate_rewards(rows, prompts, completions, ids)
+        rewards_by_function = trainer._calculate_rewards(rows, prompts, completions, ids)
     loop.call_soon_threadsafe(loop.stop)
     # As _generate_and_score_completions goes on, with scale_rewards "group".
-    unscored = found.isnan().all(dim=1)
-    rewards = (found * torch.tensor(weights)).nansum(dim=1).masked_fill(unscored, torch.nan)
+    unscored = rewards_by_function.isnan().all(dim=1)
+    rewards = (
+        (rewards_by_function * torch.tensor(weights)).nansum(dim=1).masked_fill(unscored, torch.nan)
+    )
     grouped = rewards.view(-1, COPIES)
     spread = trl.trainer.utils.nanstd(grouped, dim=1, keepdim=True)
     advantages = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (spread + 1e-4)
@@ -175,9 +177,9 @@ def test_advantages_and_logs_are_those_of_trl(name):
     total = weighted_sum(scores.by_name, dict(zip(scorer.names, weights, strict=True)))
     groups = torch.tensor([each.group for each in responses])
     alone = len(groups) + torch.arange(len(groups))
-    found = grpo_advantages(total.nan_to_num(0.0), torch.where(total.isnan(), alone, groups))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert (found != 0).any()
+    advantages = grpo_advantages(total.nan_to_num(0.0), torch.where(total.isnan(), alone, groups))
+    torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
+    assert (advantages != 0).any()
     assert (scores.metrics, scores.columns) == (metrics, columns)
     assert scorer.log.take(responses) == ({}, {})
 

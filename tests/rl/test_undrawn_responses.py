@@ -39,10 +39,10 @@ def command_line(home, out, size, *more):
 def lines(home, ranks):
     """Metrics of a run in whose only iteration two responses cannot be drawn."""
     argv = command_line(home, "some", 1)
-    (found,) = ranks(1).run(
+    (report,) = ranks(1).run(
         "helpers.rlhf_course:train_rlhf_undrawn", argv=argv, places=[[0, 2], [1, 5]]
     )
-    return json.loads(found["lines"])
+    return json.loads(report["lines"])
 
 
 def test_responses_whose_tokens_cannot_be_drawn_are_left_out_and_counted(lines, home):
@@ -61,10 +61,10 @@ def test_responses_whose_tokens_cannot_be_drawn_are_left_out_and_counted(lines, 
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), *[(2, 3)] * ALL])
 def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size, stage):
     argv = command_line(home, f"broken-{size}-{stage}", size, "--actor_zero_stage", str(stage))
-    found = ranks(size).run("helpers.rlhf_course:rlhf_refusal", argv=argv, spoil="fc1.weight")
+    reports = ranks(size).run("helpers.rlhf_course:rlhf_refusal", argv=argv, spoil="fc1.weight")
     if size > 1:
         ranks(size).stop()  # a run that ends early leaves its ranks at different places
-    line = found[0].splitlines()[-1]
+    line = reports[0].splitlines()[-1]
     assert line.startswith("error: stopped after step 0: no token can be drawn: the model's log")
     assert "fc1.weight holds NaN or infinity" in line
     assert line.endswith(". There is no checkpoint yet")
@@ -78,6 +78,6 @@ def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size,
 def test_what_cannot_be_drawn_is_no_end_unless_the_text_had_ended(tokens, end, kept):
     turn = DecodedTurn(tokens, [], [], undrawn=True)
     asked = []
-    found = turn.cut({0}.__contains__, lambda found: asked.append(found) or end)
+    turn = turn.cut({0}.__contains__, lambda turn: asked.append(turn) or end)
     assert asked == [tokens[:-1]]  # without the one that could not be drawn
-    assert (tuple(found.tokens), found.ended, found.undrawn) == kept
+    assert (tuple(turn.tokens), turn.ended, turn.undrawn) == kept

@@ -5,113 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from dschat_lora.engine.build import StepOutcome
-from dschat_lora.lora.casts import FactorCasts
-from dschat_lora.rl.learn.engines import Engines, Retry, RewardModelScorer, make_experience
-from dschat_lora.rl.learn.experience import (
-    AdvantagesAndReturns,
-    Experience,
-    Steps,
-    add_old_outputs,
-    advantages_and_returns,
-    count_deferred,
-)
+from dschat_lora.rl.learn.engines import Engines
+from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Steps, count_deferred
 from dschat_lora.rl.learn.pretraining import Pretraining
-from dschat_lora.rl.learn.reference import ActorAsItWas
 from dschat_lora.rl.learn.update import StepResult, Updater
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.response.batch import Minibatch, collate, response_mask, step_counts
-from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import Scores
-from dschat_lora.rl.score.user_functions import TrainerState
+from dschat_lora.rl.response.batch import Minibatch, collate
 from dschat_lora.rl.watch.metrics import update_metrics
-from helpers.iterations import ragged_responses, ragged_texts, text_loader
-
-CPU = torch.device("cpu")
-RESPONSES = [Response(tuple(p), tuple(t), True, g) for p, t, g in ragged_responses(6, seed=9)]
-MASK = response_mask(RESPONSES, CPU)
-
+from helpers.given_engines import MASK, RESPONSES, Roles, experience, tokens_of
+from helpers.iterations import ragged_texts, text_loader
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-class Engine:
-    """Notes what it is fed."""
-
-    device = CPU
-
-    def __init__(self):
-        self.fed, self.module = [], nn.Linear(1, 1)
-
-    def backward(self, loss, *, last):
-        self.fed.append((float(loss.detach()), last))
-
-
-class Roles:
-    """Stands for the engines; all figures are given."""
-
-    def __init__(self, *, critic=True, logprob=-1.0, value=0.5, text=2.0):
-        self.actor, self.critic = Engine(), Engine() if critic else None
-        self.logprob, self.value, self.text = logprob, value, text
-        self.passes, self.factors, self.modes = [], [], []
-        self.retry, self.reference, self.casts = Retry(), ActorAsItWas(), FactorCasts()
-
-    @property
-    def trained(self):
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-
-    def policy(self, batch, width, role="actor"):
-        if role == "reference":
-            return -2.0 * batch.table(batch.step + 1.0, width), None
-        self.passes.append(batch.numbers)
-        table = batch.table(torch.ones(len(batch.target_ids)), width)
-        return (self.logprob * table).requires_grad_(), 0.25 * table
-
-    def outputs(self, batch, width):
-        return self.policy(batch, width)
-
-    def values(self, batch, width):
-        return (self.value * batch.table(torch.ones(len(batch.target_ids)), width)).requires_grad_()
-
-    def text_loss(self, batch):
-        return torch.tensor(self.text * batch.num_targets, requires_grad=True)
-
-    def set_rates(self, factor):
-        self.factors.append(factor)
-        return {"actor": {"lora": factor}}
-
-    def train(self, roles):
-        self.modes.append(f"train {' '.join(sorted(self.trained.keys() & roles))}")
-
-    def eval(self):
-        self.modes.append("eval")
-
-    @property
-    def reward(self):
-        return self.critic
-
-    def scores(self, batch):
-        return 10.0 * torch.tensor(batch.numbers, dtype=torch.float32)
-
-    def queue_step(self, roles):
-        return lambda: {n: StepOutcome(1.0, False, 1.0) for n in self.trained if n in roles}
-
-
-def experience(*, unscored=(), known=True, critic=True):
-    scores = torch.zeros(len(RESPONSES))
-    scores[list(unscored)] = math.nan
-    mask = MASK & ~scores.isnan()[:, None]
-    zero = torch.zeros(MASK.shape)
-    return Experience(
-        RESPONSES,
-        mask,
-        zero,
-        scores,
-        -1.0 * MASK if known else None,
-        0.5 * MASK if known and critic else None,
-    )
 
 
 def advantages(known, by=1.0):
@@ -141,16 +47,12 @@ def updated(
     return [(updater.experience, result) for result in results], updater
 
 
-def tokens_of(*numbers):
-    return sum(len(RESPONSES[n].tokens) for n in numbers)
-
-
 TWO_HALVES = [Minibatch([0, 1, 2], [[0, 1], [2]]), Minibatch([3, 4, 5], [[3], [5, 4]])]
 
 
 def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
     roles = Roles()
-    found, _ = updated(roles, experience(), TWO_HALVES)
+    results, _ = updated(roles, experience(), TWO_HALVES)
     shares = [(0, 1), (2,), (3,), (5, 4)]
     totals = [tokens_of(0, 1, 2)] * 2 + [tokens_of(3, 4, 5)] * 2
     # ratio 1 and advantage 1; the value is 1 below the return
@@ -164,7 +66,7 @@ def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
     ]
     assert roles.factors == [10.0, 11.0]
     assert roles.modes == ["train actor critic"] * 2
-    for _, result in found:
+    for _, result in results:
         assert result.policy_loss == pytest.approx(-1.0)
         assert result.value_loss == pytest.approx(0.5)
         assert result.entropy == pytest.approx(0.25)
@@ -174,21 +76,21 @@ def test_each_micro_batch_gives_its_share_and_the_last_ends_the_step():
 def test_text_ends_the_actors_step_and_the_critic_ends_its_own():
     roles, texts = Roles(text=2.0), ragged_texts(3)
     pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
-    found, _ = updated(roles, experience(), TWO_HALVES[:1], pretraining=pretraining)
+    results, _ = updated(roles, experience(), TWO_HALVES[:1], pretraining=pretraining)
     assert [last for _, last in roles.actor.fed] == [False] * 4 + [True]
     assert [last for _, last in roles.critic.fed] == [False, True]
     sizes = sorted((len(ids) - 1 for ids in texts), reverse=True)
     assert [loss for loss, _ in roles.actor.fed[2:]] == pytest.approx(
         [0.7 * 2.0 * n / sum(sizes) for n in sizes]
     )
-    assert found[0][1].text_loss == pytest.approx(2.0)
-    assert found[0][1].policy_loss == pytest.approx(-1.0)
+    assert results[0][1].text_loss == pytest.approx(2.0)
+    assert results[0][1].policy_loss == pytest.approx(-1.0)
 
 
 def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
     roles, both, texts = Roles(), Roles(), ragged_texts(3)
     pretraining = Pretraining(text_loader(texts, micro=1, accumulation=3), coefficient=0.7)
-    found, _ = updated(
+    results, _ = updated(
         roles, experience(), TWO_HALVES, pretraining=pretraining, learning=("critic",)
     )
     expected, _ = updated(both, experience(), TWO_HALVES)
@@ -196,20 +98,20 @@ def test_while_the_critic_warms_up_it_alone_learns_from_the_same_targets():
     assert roles.actor.fed == []
     assert roles.critic.fed == both.critic.fed
     assert pretraining.state() == {"step": 0}
-    for (_, result), (_, other) in zip(found, expected, strict=True):
+    for (_, result), (_, other) in zip(results, expected, strict=True):
         assert result.outcomes.keys() == {"critic"}
         assert (result.value_loss, result.policy_loss) == (other.value_loss, other.policy_loss)
         assert result.text_loss is None
-    assert update_metrics([result for _, result in found])["grad_norm"] is None
+    assert update_metrics([result for _, result in results])["grad_norm"] is None
 
 
 def test_a_step_in_which_nothing_counts_is_passed_over_with_its_rate_and_text():
     roles, texts = Roles(), ragged_texts(2)
     pretraining = Pretraining(text_loader(texts, micro=1, accumulation=1), coefficient=1.0)
     known = experience(unscored=(0, 1, 2))
-    found, _ = updated(roles, known, TWO_HALVES, pretraining=pretraining)
-    assert len(found) == 1
-    assert found[0][1].num_tokens == tokens_of(3, 4, 5)
+    results, _ = updated(roles, known, TWO_HALVES, pretraining=pretraining)
+    assert len(results) == 1
+    assert results[0][1].num_tokens == tokens_of(3, 4, 5)
     assert roles.factors == [11.0]
     assert roles.passes == [(3,), (5, 4)]
     assert pretraining.state() == {"step": 1}
@@ -224,7 +126,7 @@ def test_the_first_step_taken_compares_the_passes_and_no_later_one():
     assert only.ratio_error == pytest.approx(math.exp(0.1) - 1)
 
 
-def test_largest_error_is_that_of_any_micro_batch():
+def test_largest_error_is_that_of_any_micro_batch_and_rank(monkeypatch):
     class Unlike(Roles):
         def policy(self, batch, width):
             self.logprob = -0.8 if 0 in batch.numbers else -1.0
@@ -232,9 +134,6 @@ def test_largest_error_is_that_of_any_micro_batch():
 
     ((_, result), _) = updated(Unlike(), experience(), TWO_HALVES)[0]
     assert result.ratio_error == pytest.approx(math.exp(0.2) - 1)
-
-
-def test_largest_error_is_that_of_any_rank(monkeypatch):
     monkeypatch.setattr("dschat_lora.rl.learn.update.max_tensor_", lambda own: own.clamp(min=0.75))
     ((_, result), _) = updated(Roles(), experience(), TWO_HALVES)[0]
     assert result.ratio_error == 0.75
@@ -263,12 +162,12 @@ def half_known():
 
 def test_old_logprobs_that_are_not_known_are_those_of_the_first_steps_passes():
     roles = Roles(critic=False, logprob=-0.7)
-    found, updater = updated(roles, half_known(), TWO_HALVES, config=GRPO, deferred=True)
+    results, updater = updated(roles, half_known(), TWO_HALVES, config=GRPO, deferred=True)
     logprobs = torch.tensor([-0.7] * 3 + [-1.0] * 3)[:, None] * MASK
     torch.testing.assert_close(updater.experience.logprobs, logprobs)
     assert not updater.experience.logprobs.requires_grad
-    assert [result.ratio_error for _, result in found] == [0.0, None]
-    assert found[1][1].approx_kl == pytest.approx(math.exp(0.3) - 1.3)
+    assert [result.ratio_error for _, result in results] == [0.0, None]
+    assert results[1][1].approx_kl == pytest.approx(math.exp(0.3) - 1.3)
     assert roles.passes == [(0, 1), (2,), (3,), (5, 4)]
 
 
@@ -287,9 +186,9 @@ def test_old_logprobs_of_a_steps_own_passes_have_no_gradient():
     roles.actor.backward = backward
     known = replace(half_known(), ref_logprobs=-1.0 * MASK)  # where the divergence is flat
     updated(roles, known, TWO_HALVES[:1], config=GRPO, deferred=True)
-    for rows, found in zip(([0, 1], [2]), gradients, strict=True):
+    for rows, slope in zip(([0, 1], [2]), gradients, strict=True):
         expected = -1.0 * MASK[rows] / tokens_of(0, 1, 2)  # of -exp(logprob - old) at ratio 1
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(slope, expected)
 
 
 def test_a_first_step_that_is_passed_over_gives_its_old_logprobs_all_the_same():
@@ -304,11 +203,11 @@ def test_a_first_step_that_is_passed_over_gives_its_old_logprobs_all_the_same():
 
 def test_the_decode_loops_logprobs_are_compared_with_the_first_steps_passes():
     roles, known = Roles(logprob=-0.7), experience()
-    found, updater = updated(roles, known, TWO_HALVES, from_sampler=True)
+    results, updater = updated(roles, known, TWO_HALVES, from_sampler=True)
     assert torch.equal(updater.experience.logprobs, known.logprobs)
-    torch.testing.assert_close(updater.looked.logprobs[:3], -0.7 * MASK[:3])
-    assert torch.equal(updater.looked.mask, MASK & (torch.arange(6) < 3)[:, None])
-    assert found[0][1].ratio_error == pytest.approx(math.exp(0.3) - 1)
+    torch.testing.assert_close(updater.computed.logprobs[:3], -0.7 * MASK[:3])
+    assert torch.equal(updater.computed.mask, MASK & (torch.arange(6) < 3)[:, None])
+    assert results[0][1].ratio_error == pytest.approx(math.exp(0.3) - 1)
 
 
 @pytest.mark.parametrize(
@@ -355,9 +254,9 @@ def test_values_are_in_units_of_rewards_before_they_are_compared():
 
 def test_an_infinite_loss_of_one_role_breaks_both_at_the_last_micro_batch():
     def find(known):
-        found = advantages(known)
-        found.returns[2, 0] = math.inf
-        return found
+        targets = advantages(known)
+        targets.returns[2, 0] = math.inf
+        return targets
 
     roles = Roles()
     updated(roles, experience(), TWO_HALVES[:1], find=find)
@@ -386,21 +285,13 @@ def test_grpo_takes_the_divergence_into_the_loss_and_not_into_the_policys_part()
     assert (figures["loss"], figures["policy_loss"]) == (result.loss, result.policy_loss)
 
 
-def outcome(skipped):
-    return StepOutcome(math.inf if skipped else 1.0, skipped, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("actor", "critic", "expected"),
-    [(False, False, False), (True, False, True), (False, True, True)],
-)
-def test_a_step_is_skipped_if_either_role_is(actor, critic, expected):
-    outcomes = {"actor": outcome(actor), "critic": outcome(critic)}
-    figures = dict.fromkeys(
-        ("loss", "policy_loss", "entropy", "clip_fraction", "approx_kl", "num_tokens"), 0.0
-    )
+def test_a_step_is_skipped_if_either_role_is():
+    names = ("loss", "policy_loss", "entropy", "clip_fraction", "approx_kl", "num_tokens")
     absent = dict.fromkeys(("value_loss", "text_loss", "value_clip_fraction", "ratio_error"))
-    assert StepResult(**figures, **absent, outcomes=outcomes, learning_rates={}).skipped is expected
+    figures = {**dict.fromkeys(names, 0.0), **absent, "learning_rates": {}}
+    for actor, critic in ((False, False), (True, False), (False, True)):
+        own = {"actor": StepOutcome(1.0, actor, 1.0), "critic": StepOutcome(1.0, critic, 1.0)}
+        assert StepResult(**figures, outcomes=own).skipped is (actor or critic)
 
 
 def test_a_response_without_score_is_in_no_figure_of_a_batch_it_shares():
@@ -484,145 +375,6 @@ def test_what_is_done_to_the_engines_is_done_to_both(both):
     assert actor.noted[4:] == [("eval",)]
 
 
-# ---------------------------------------------------------------------------- looking
-
-
-NO_SCORES = Scores(torch.zeros(6))
-
-
-def model_scores(roles, batches):
-    if roles.reward is None:
-        return NO_SCORES
-    return RewardModelScorer(roles, lambda _: batches)(RESPONSES, TrainerState())
-
-
-@pytest.mark.parametrize("asks", [True, False])
-@pytest.mark.parametrize("critic", [True, False])
-def test_a_look_has_every_response_at_its_number(asks, critic):
-    roles = Roles(critic=critic, logprob=-0.7, value=0.2)
-    batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3], [])]
-    deferred = 0 if asks else len(batches)
-    scores = model_scores(roles, batches)
-    found = make_experience(roles, RESPONSES, batches, scores, deferred=deferred)
-    logprobs, values = found.logprobs, found.values
-    assert set(roles.modes) == {"eval"}
-    steps = torch.arange(MASK.shape[1]) + 1.0
-    torch.testing.assert_close(found.ref_logprobs, -2.0 * steps * MASK)
-    # without a critic nothing has the reward model here
-    expected = [10.0 * n if critic else 0.0 for n in range(6)]
-    assert found.scores.tolist() == expected
-    assert torch.equal(found.mask, MASK)
-    assert (logprobs is not None) == asks
-    assert (values is not None) == (asks and critic)
-    if asks:
-        torch.testing.assert_close(logprobs, -0.7 * MASK)
-        assert not logprobs.requires_grad
-    if asks and critic:
-        torch.testing.assert_close(values, 0.2 * MASK)
-
-
-def test_a_look_leaves_out_what_the_update_will_say():
-    roles = Roles(critic=False, logprob=-0.7)
-    batches = [collate(RESPONSES, rows, 0) for rows in ([4, 2], [0, 5, 1], [3])]
-    found = make_experience(roles, RESPONSES, batches, NO_SCORES, deferred=1)
-    assert found.logprobs.isnan().all(1).tolist() == [n in (2, 4) for n in range(6)]
-    torch.testing.assert_close(found.logprobs[[0, 1, 3, 5]], -0.7 * MASK[[0, 1, 3, 5]])
-    assert roles.passes == [(0, 5, 1), (3,)]
-
-
-def test_a_look_may_take_the_decode_loops_logprobs():
-    roles = Roles(logprob=-0.7, value=0.2)
-    drawn = [
-        replace(each, logprobs=tuple(-n - k / 8 for k in range(len(each.tokens))))
-        for n, each in enumerate(RESPONSES)
-    ]
-    batches = [collate(drawn, rows, 0) for rows in ([4, 2], [0, 5, 1, 3])]
-    found = make_experience(roles, drawn, batches, NO_SCORES, from_sampler=True)
-    for row, each in zip(found.logprobs.tolist(), drawn, strict=True):
-        assert row[: len(each.logprobs)] == list(each.logprobs)
-        assert not any(row[len(each.logprobs) :])
-    assert roles.passes == []
-    torch.testing.assert_close(found.values, 0.2 * MASK)
-    torch.testing.assert_close(found.ref_logprobs, -2.0 * (torch.arange(MASK.shape[1]) + 1) * MASK)
-
-
-# ---------------------------------------------------------------------------- targets
-
-
-def by_hand(algorithm, scores, groups, *, kl=0.0, **options):
-    """Advantages of single-token responses."""
-    responses = [Response((5,), (6,), True, g) for g in groups]
-    scores = torch.tensor(scores)
-    mask = torch.ones(len(groups), 1, dtype=torch.bool) & ~scores.isnan()[:, None]
-    kl = torch.as_tensor(kl, dtype=torch.float32).view(-1, 1).expand(len(groups), 1)
-    zero = torch.zeros(len(groups), 1)
-    known = Experience(responses, mask, zero - kl, scores, zero, zero)
-    config = PpoConfig(algorithm=algorithm, **options)
-    return advantages_and_returns(known, scores.nan_to_num(), config, kl_coef=0.5)
-
-
-def test_rloo_compares_what_is_left_of_scores_after_the_divergence():
-    found = by_hand("rloo", [1.0, 4.0, math.nan, 9.0], [0, 0, 0, 1], kl=[2.0, 4.0, 8.0, 16.0])
-    # worth 0 and 2 in the first group; the last is alone
-    assert found.advantages[:, 0].tolist() == [-2.0, 2.0, 0.0, 0.0]
-    assert found.returns is None
-
-
-def test_grpo_compares_scores_alone():
-    found = by_hand("grpo", [1.0, 3.0, math.nan], [0, 0, 0], kl=[2.0, 90.0, 8.0])
-    spread = 2**0.5 + 1e-4
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor([-1 / spread, 1 / spread, 0.0]))
-
-
-def test_ppo_takes_the_divergence_from_rewards():
-    found = by_hand("ppo", [1.0, 3.0, math.nan], [0, 0, 0], kl=[2.0, 4.0, 8.0])
-    # rewards 0 and 1 of values 0: whitened to -1 and 1
-    torch.testing.assert_close(found.advantages[:, 0], torch.tensor([-1.0, 1.0, 0.0]))
-    assert found.returns[:, 0].tolist() == [0.0, 1.0, 0.0]
-    plain = by_hand("ppo", [1.0, 3.0], [0, 0], kl=[2.0, 4.0], whiten_advantages=False)
-    assert plain.advantages[:, 0].tolist() == [0.0, 1.0]
-
-
-def test_discount_and_trace_are_not_each_other():
-    known = replace(experience(), values=1.0 * MASK)
-    longest = max(range(6), key=tokens_of)
-    size, scores = tokens_of(longest), torch.zeros(6)
-    scores[longest] = 8.0
-    for gamma, lam in ((0.5, 1.0), (1.0, 0.5)):
-        config = PpoConfig(gamma=gamma, lam=lam, whiten_advantages=False, kl_coef=0.0)
-        found = advantages_and_returns(known, scores, config, kl_coef=0.0)
-        # by the slow definition, values being 1 before each token and 0 after the last
-        deltas = [gamma - 1.0] * (size - 1) + [8.0 - 1.0]
-        wanted = sum((gamma * lam) ** k * deltas[k] for k in range(size))
-        assert float(found.advantages[longest, 0]) == pytest.approx(wanted)
-    assert size > 1
-
-
-def test_divergence_is_that_of_tokens_that_count():
-    known = replace(experience(unscored=(1,)), ref_logprobs=-3.0 * MASK)
-    expected = 2.0 * MASK
-    expected[1] = 0.0
-    assert torch.equal(known.kl(), expected)
-    assert known.counts.tolist() == [True, False, True, True, True, True]
-
-
-def test_what_ranks_know_is_put_in_the_order_of_responses():
-    numbers = [4, 2, 0, 1, 3, 5]
-    order = torch.tensor(numbers, dtype=torch.float32)[:, None] * MASK[numbers]
-    known = add_old_outputs(experience(known=False), numbers, order, -order)
-    expected = torch.arange(6.0)[:, None] * MASK
-    assert torch.equal(known.logprobs, expected)
-    assert torch.equal(known.values, -expected)
-    assert add_old_outputs(experience(known=False), numbers, order, None).values is None
-
-
-def test_counts_of_batches_add_up():
-    batches = [collate(RESPONSES, rows, 0) for rows in ([0, 1], [2], [])]
-    total = step_counts(batches)
-    assert total.num_tokens == sum(len(RESPONSES[n]) for n in (0, 1, 2))
-    assert total.num_samples == 3
-
-
 # ---------------------------------------------------------------------------- text
 
 
@@ -642,15 +394,9 @@ def test_text_goes_on_epoch_after_epoch_and_from_where_it_was():
     assert expected[:3] != expected[3:6]
     for stop in range(8):
         first = fresh()
-        found = windows_of(first, stop)
+        windows = windows_of(first, stop)
         resumed = fresh()
         resumed.read(2)
         resumed.window()
         resumed.restore(first.state())
-        assert found + windows_of(resumed, 8 - stop) == expected
-
-
-def test_a_window_counts_its_targets():
-    texts = ragged_texts(2)
-    pretraining = Pretraining(text_loader(texts, micro=2, accumulation=1), coefficient=1.0)
-    assert pretraining.window().num_targets == sum(len(ids) - 1 for ids in texts)
+        assert windows + windows_of(resumed, 8 - stop) == expected

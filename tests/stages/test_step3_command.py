@@ -17,9 +17,7 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.source import find_model
-from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.stage_main import run_main
 from helpers.addons import PAGES
 from helpers.launcher import ROOT
 from helpers.rlhf_course import save_family, write_prompts, write_texts
@@ -439,96 +437,8 @@ def test_fault_of_a_function_is_shown_where_it_is(command):
 # ---------------------------------------------------------------------------- mistakes
 
 
-@pytest.fixture
-def refused(capsys, monkeypatch, home):
-    """``refused(*argv)``: the one line a wrong command line leaves on stderr."""
-    monkeypatch.chdir(home)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def call(*argv):
-        monkeypatch.setattr(sys, "argv", ["main.py", *map(str, argv)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run_main(RlhfConfig, check_rlhf, lambda config: None)
-        out, err = capsys.readouterr()
-        assert (ended.value.code, out) == (2, "")
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1, err
-        return err
-
-    return call
-
-
 ACTOR = "--actor_model_name_or_path opt/actor"
 GOOD = f"{ACTOR} --critic_model_name_or_path opt/reward --data_path prompts.jsonl"
-MISTAKES = [
-    (ACTOR, ["--critic_model_name_or_path", "--reward_function"]),
-    (f"{ACTOR} --critic_model_name_or_path opt/actor", ["opt/actor", "CAUSAL_LM", "SEQ_CLS"]),
-    (
-        "--actor_model_name_or_path opt/reward --critic_model_name_or_path opt/reward",
-        ["opt/reward", "SEQ_CLS", "CAUSAL_LM"],
-    ),
-    (f"{ACTOR} --critic_model_name_or_path opt/none", ["--critic_model_name_or_path opt/none"]),
-    (
-        f"{ACTOR} --reward_function no_such_module:score",
-        ["--reward_function no_such_module:score", "no module no_such_module"],
-    ),
-    (
-        f"{ACTOR} --reward_function os.system(1)",
-        ["--reward_function", "os.system(1)", "module:function"],
-    ),
-    (f"{GOOD} --judge_function judge", ["--judge_function", "judge", "module:function"]),
-    (
-        f"{GOOD} --algorithm rloo --num_generations 1",
-        ["--algorithm rloo", "--num_generations", "2 or more", "1"],
-    ),
-    (
-        f"{GOOD} --algorithm grpo --per_device_generation_batch_size 13",
-        ["--algorithm grpo", "--num_generations", "--per_device_generation_batch_size 13"],
-    ),
-    (f"{GOOD} --algorithm a2c", ["--algorithm", "'a2c'", "ppo, rloo, grpo"]),
-    (
-        f"{GOOD} --max_prompt_seq_len 60 --max_answer_seq_len 10",
-        ["--max_prompt_seq_len 60", "--max_answer_seq_len 10", "70", "64"],
-    ),
-    (
-        f"{GOOD} --actor_zero_stage 0 --critic_zero_stage 3",
-        ["--actor_zero_stage 0", "--critic_zero_stage 3", "for both (3) or for neither"],
-    ),
-    (
-        f"{GOOD} --per_device_generation_batch_size 2 --generation_batches 2 --num_generations 4",
-        ["--num_generations 4", "--per_device_generation_batch_size 2", "as many"],
-    ),
-    (
-        f"{GOOD} --per_device_generation_batch_size 4 --num_generations 3",
-        ["--num_generations 3", "4 responses", "--per_device_generation_batch_size"],
-    ),
-    (f"{GOOD} --kl_coeff 0.1", ["--kl_coeff", "did you mean --kl_coef?"]),
-    (f"{GOOD} --actor_lora_rank 4", ["--actor_lora_rank", "--actor_lora_dim N is the rank"]),
-    (f"{GOOD} --critic_lora_r 4", ["--critic_lora_r", "--critic_lora_dim N is the rank"]),
-    (f"{GOOD} --actor_lora_dim 8", ["--actor_lora_dim", "8", "4"]),
-    (f"{GOOD} --critic_lora_dim 8", ["--critic_lora_dim", "8", "4"]),
-    (f"{GOOD} --temperature 0", ["--temperature", "0", "--no-do_sample"]),
-    (f"{GOOD} --top_p 1.5", ["--top_p", "1.5", "(0, 1]"]),
-    (f"{GOOD} --gamma 1.1", ["--gamma", "1.1", "[0, 1]"]),
-    (f"{GOOD} --ppo_epochs 0", ["--ppo_epochs", ">= 1", "0"]),
-    (f"{GOOD} --adaptive_kl_target 1 --kl_coef 0", ["--adaptive_kl_target", "--kl_coef"]),
-    (f"{GOOD} --inference_tp_size 0", ["--inference_tp_size", "0", "1"]),
-    (f"{GOOD} --enable_test_mode", ["--enable_test_mode", "--test_stop_step"]),
-    (
-        f"{GOOD} --unsupervised_dataset_name absent.jsonl",
-        ["--unsupervised_dataset_name", "absent.jsonl"],
-    ),
-    (f"{GOOD} --data_path absent.jsonl", ["--data_path", "absent.jsonl"]),
-]
-
-
-@pytest.mark.parametrize(("line", "parts"), MISTAKES, ids=[line for line, _ in MISTAKES])
-def test_mistake_is_one_line_that_says_what_it_was(refused, line, parts):
-    message = refused(*line.split())
-    missing = [part for part in parts if part not in message]
-    assert not missing, message
 
 
 @stage_test

@@ -235,8 +235,8 @@ def test_other_number_of_processes_keeps_responses_and_rows(
     assert "--max_num_seqs 4 from here on, auto so far" in running.out()
     assert "a step keeps 4 rows" in running.out()
     assert "an iteration keeps 8 rows" in running.out()
-    found, expected = (metrics(each, "train") for each in (out, undisturbed(name)))
-    for ours, theirs in zip(found, expected, strict=True):
+    trains, expected = (metrics(each, "train") for each in (out, undisturbed(name)))
+    for ours, theirs in zip(trains, expected, strict=True):
         for figure in ("step", "iteration", "samples", "tokens", "supervised_tokens", "updates"):
             assert ours[figure] == theirs[figure]
         for figure in ("reward", "kl", "policy_loss", "value_loss", "text_loss", "grad_norm"):

@@ -59,7 +59,7 @@ if PLAYED:
 @pytest.fixture(scope="module")
 def runs(launcher, tmp_path_factory):
     """The run that nothing disturbs, one whose function fails, and how the latter went on."""
-    found = SimpleNamespace()
+    ended = SimpleNamespace()
     model = tmp_path_factory.mktemp("model")
     save_family("opt", model, layers=1)
 
@@ -75,13 +75,13 @@ def runs(launcher, tmp_path_factory):
         (home / "my_rewards.py").write_text(FUNCTIONS, encoding="utf-8")
         if name == "broken":
             (home / "broken").touch()
-        setattr(found, name, run(home))
-        setattr(found, f"{name}_out", home / "out")
-    found.rows = rollouts(found.broken_out)
-    found.saved = [each.name for each in (found.broken_out / "checkpoints").iterdir()]
-    (found.broken_out.parent / "broken").unlink()
-    found.resumed = run(found.broken_out.parent, "--resume_from_checkpoint", "latest")
-    return found
+        setattr(ended, name, run(home))
+        setattr(ended, f"{name}_out", home / "out")
+    ended.rows = rollouts(ended.broken_out)
+    ended.saved = [each.name for each in (ended.broken_out / "checkpoints").iterdir()]
+    (ended.broken_out.parent / "broken").unlink()
+    ended.resumed = run(ended.broken_out.parent, "--resume_from_checkpoint", "latest")
+    return ended
 
 
 def test_a_function_that_fails_ends_the_run_with_its_traceback_and_the_last_iteration(runs):

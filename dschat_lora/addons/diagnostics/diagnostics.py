@@ -63,7 +63,7 @@ class Diagnostics:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.latest = [*self.latest, row][-WINDOW:]
-        found = {
+        failures = {
             "ratio": None if self.samplers_logprobs else self._ratio(row),
             "sampler": self._sampler(row),
             "mismatch": self._mismatch(row),
@@ -72,7 +72,7 @@ class Diagnostics:
             "kl_budget": self._kl_budget(),
         }
         if len(self.latest) == WINDOW:
-            found |= {
+            failures |= {
                 "kl": self._negative_kl(),
                 "eos": self._eos(),
                 # Where rewards are not learnt from, both become the reference's.
@@ -82,7 +82,7 @@ class Diagnostics:
                 "equal": self._equal_rewards(),
                 "clip": self._clipped(),
             }
-        return self._new(found)
+        return self._new(failures)
 
     def after_evaluation(self, metrics: Mapping[str, Any]) -> list[str]:
         """Warnings after an evaluation with these metrics."""
@@ -111,14 +111,14 @@ class Diagnostics:
             setattr(self, name, rows)
         self.iterations, self.active = state["iterations"], list(state["said"])
 
-    def _new(self, found: dict[str, str | None]) -> list[str]:
-        """The messages of failures that were not active; ``found`` is by name, None: none."""
+    def _new(self, failures: dict[str, str | None]) -> list[str]:
+        """The messages of ``failures`` by name that were not active; None: it is none."""
         if self.guard == "off":
-            found = {name: text for name, text in found.items() if name not in GUARDED}
-        new = [text for name, text in found.items() if text and name not in self.active]
-        self.failed |= any(text in new for name, text in found.items() if name in GUARDED)
-        present = [name for name, text in found.items() if text]
-        self.active = [*(name for name in self.active if name not in found), *present]
+            failures = {name: text for name, text in failures.items() if name not in GUARDED}
+        new = [text for name, text in failures.items() if text and name not in self.active]
+        self.failed |= any(text in new for name, text in failures.items() if name in GUARDED)
+        present = [name for name, text in failures.items() if text]
+        self.active = [*(name for name in self.active if name not in failures), *present]
         return new
 
     def _mean(self, rows: list[dict[str, float]], name: str) -> float | None:

@@ -181,7 +181,7 @@ class DivergenceHead(nn.Module):
             other = teacher.before_head(read.logit_positions, *read.inputs, None, read.spans)
         states = actor.before_head(own.logit_positions, *own.inputs, None, own.spans)
         logits = actor.full_logits, teacher.full_logits
-        found: tuple[Tensor, Tensor, Tensor] = self(
+        outputs: tuple[Tensor, Tensor, Tensor] = self(
             states, other, own.target_ids, temperature, are_logits=logits
         )
-        return found
+        return outputs

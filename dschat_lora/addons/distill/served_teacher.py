@@ -51,9 +51,9 @@ def read_prompt_logprobs(reply: Any) -> tuple[list[int], list[float]]:
     try:
         (choice,) = reply["choices"]
         _, *entries = choice["prompt_logprobs"]
-        found = [next(iter(entry.items())) for entry in entries]
-        tokens = [int(token) for token, _ in found]
-        logprobs = [each["logprob"] for _, each in found]
+        scored = [next(iter(entry.items())) for entry in entries]
+        tokens = [int(token) for token, _ in scored]
+        logprobs = [each["logprob"] for _, each in scored]
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ServerError(
             "its reply has no choices with prompt_logprobs, which the servers that --help names "
@@ -145,22 +145,22 @@ def open_teacher(
     Raises:
         ValueError: if it cannot be used, naming the option.
     """
-    server, found = CompletionServer(address, timeout), dict[str, Any]()
+    server, teacher = CompletionServer(address, timeout), dict[str, Any]()
     if rank() == 0:
         try:
-            found["limit"] = limit = server.base_limit()
+            teacher["limit"] = limit = server.base_limit()
             listed = cast("Body", server.ask_once("/v1/models"))
             names = [each.get("id") for each in listed["data"]]
             if model not in names and (model or len(names) != 1):
                 shown = ", ".join(map(str, names))
                 raise ServerError(f"it has the models {shown}: name one, as in {address}/v1#NAME")
-            found["model"] = model or names[0]
+            teacher["model"] = model or names[0]
             if limit is not None and limit <= max_seq_len:
                 raise ServerError(
                     f"it has room for {limit} tokens, and --max_prompt_seq_len and "
                     f"--max_answer_seq_len are {max_seq_len} together, beside which it needs one"
                 )
-            body = score_body(found["model"], PROBE)
+            body = score_body(teacher["model"], PROBE)
             theirs, _ = read_prompt_logprobs(server.ask_once("/v1/completions", body))
             own = [
                 tokenizer(PROBE, add_special_tokens=adds).input_ids[1:] for adds in (True, False)
@@ -168,11 +168,11 @@ def open_teacher(
             if theirs not in own:
                 raise ServerError("it has another tokenizer: take a teacher of the actor's family")
         except (ServerError, EngineError) as error:
-            found["mistake"] = f"{_OPTION} {address} cannot be used: {error}"
-    found = json.loads(broadcast_string(json.dumps(found)))
-    if "mistake" in found:
-        raise ValueError(found["mistake"])
+            teacher["mistake"] = f"{_OPTION} {address} cannot be used: {error}"
+    teacher = json.loads(broadcast_string(json.dumps(teacher)))
+    if "mistake" in teacher:
+        raise ValueError(teacher["mistake"])
     pool = _Pool(
         [server], in_flight=in_flight, say=say, ends=frozenset(), vocabulary_size=len(tokenizer)
     )
-    return ServedTeacher(found["model"], found["limit"], pool)
+    return ServedTeacher(teacher["model"], teacher["limit"], pool)

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions, parse_row, row_options
 from dschat_lora.data.samples import PromptSample, SequenceSample
 from dschat_lora.engine.distributed import device, world_size
-from dschat_lora.models.loading import Tokenizer, load_config
+from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_config
 from dschat_lora.rl.draw.source import Pool
 from dschat_lora.rl.learn.reference import Answers, Reference
 from dschat_lora.rl.options.config import RlhfConfig
@@ -63,14 +63,13 @@ class TeacherPrompts:
         prompts = {response.group: response for response in responses}
         texts = [self._text(response) for response in prompts.values()]
         read = dict(zip(prompts, map(tuple, self.encoder.encode(texts)), strict=True))
-        found = [replace(each, reference_prompt=read[each.group]) for each in responses]
         longest = max(len(read[each.group]) + len(each.tokens) for each in responses)
         if longest > self.most:
             raise ValueError(
                 f"--teacher_system_prompt with a prompt and its answer takes {longest:,} tokens, "
                 f"the teacher has {self.most:,} positions: shorten it, or --max_prompt_seq_len"
             )
-        return found
+        return [replace(each, reference_prompt=read[each.group]) for each in responses]
 
     def _text(self, response: Response) -> str:
         row = parse_row(
@@ -125,7 +124,9 @@ class Teacher(Reference):
     def begin(self, responses: Sequence[Response]) -> Callable[[], list[list[float]]] | None:
         return None if self.server is None else self.server.begin(responses)
 
-    def head(self, actor: Any, reference: Any, *, entropy_trains: bool) -> DivergenceHead | None:
+    def head(
+        self, actor: PreTrainedModel, reference: PreTrainedModel, *, entropy_trains: bool
+    ) -> DivergenceHead | None:
         """The divergence from the teacher over the whole vocabulary."""
         beta, top_k = self.options.beta, self.options.distill_top_k
         if beta is None:

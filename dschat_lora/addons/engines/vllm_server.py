@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dschat_lora.addons.engines.checks import vllm_rank
 from dschat_lora.addons.engines.completion_pool import LOAD_SECONDS
@@ -35,7 +35,8 @@ _POLL = 0.25
 
 def vllm_engine(site: EngineSite) -> EngineDecoder:
     """The engine of the servers that were started."""
-    return server_engine(site, site.started, sleeps=sleeps(site.config))
+    servers = cast(Sequence[CompletionServer], site.started)
+    return server_engine(site, servers, sleeps=sleeps(site.config))
 
 
 def start_vllm(

@@ -1,10 +1,9 @@
 """Pictures with the runs of ids that stand for them in tokens."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from dschat_lora.addons.images.pictures import Reference
@@ -64,14 +63,13 @@ class Passing:
         self._held: WeakValueDictionary[int, Entry] = WeakValueDictionary()
         self._recent: OrderedDict[tuple[str, bool], Entry] = OrderedDict()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["Passing"], tuple[()]]:
         return Passing, ()
 
     @property
     def entries(self) -> list[Entry]:
         """Those that are known, in the order of their ids."""
-        found = (ref() for ref in self._held.valuerefs())
-        return sorted((each for each in found if each is not None), key=lambda each: each.first)
+        return sorted(self._held.values(), key=attrgetter("first"))
 
     def find(self, digest: str, *, alone: bool) -> Entry | None:
         """The entry of a picture of these bytes, if it is known."""
@@ -93,21 +91,3 @@ class Passing:
             self._recent.popitem(last=False)
             total -= size
         return entry
-
-
-class Pictures(Protocol):
-    """Entries, and what a tower takes of each: what reads pictures, for the tower."""
-
-    options: Any
-    towers: dict[str, Any]  # by base
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """Those that are known, in the order of their ids."""
-
-    @property
-    def processor(self) -> Any:
-        """The model's own."""
-
-    def picture(self, entry: Entry) -> Any:
-        """The picture of an entry, decoded."""

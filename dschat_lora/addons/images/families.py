@@ -41,10 +41,10 @@ def model_type(base: str) -> str | None:
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
 
-        found = None if Path(base).is_absolute() else try_to_load_from_cache(base, "config.json")
-        if not isinstance(found, str):
+        cached = None if Path(base).is_absolute() else try_to_load_from_cache(base, "config.json")
+        if not isinstance(cached, str):
             return None
-        path = Path(found)
+        path = Path(cached)
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):

@@ -61,7 +61,7 @@ class Picture:
     path: str = ""  # absolute
     data: bytes = field(default=b"", repr=False)  # as a file has it
     url: str = ""
-    image: Any = None  # of Pillow
+    image: "Image.Image | None" = None
     size: tuple[int, int] | None = None  # width and height, if they are known
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Picture:
         return f"picture of {len(self.data):,} bytes" if self.data else f"picture {name}"
 
 
-def picture_of(value: Any, folder: str | Path | None, *, allow_urls: bool = False) -> Picture:
+def picture_of(value: object, folder: str | Path | None, *, allow_urls: bool = False) -> Picture:
     """A picture as a row has it: a path, a URI, base64, bytes, an object with these, a PIL image.
 
     Paths are relative to ``folder``, that of the row's file. Text that is no file is base64 where
@@ -81,10 +81,10 @@ def picture_of(value: Any, folder: str | Path | None, *, allow_urls: bool = Fals
     """
     if isinstance(value, Mapping):
         for name in ("bytes", "base64", "data", "path", "url"):
-            if is_there(found := value.get(name)):
-                is_base64 = isinstance(found, str) and name not in ("path", "url")
-                found = _decoded(str(found)) if is_base64 else found
-                return picture_of(found, folder, allow_urls=allow_urls)
+            if is_there(held := value.get(name)):
+                if isinstance(held, str) and name not in ("path", "url"):
+                    held = _decoded(held)
+                return picture_of(held, folder, allow_urls=allow_urls)
         raise ValueError(f"a picture must be {_FORMS}, found an object of {sorted(value)!s:.200}")
     if isinstance(value, bytes | bytearray) and value:
         return Picture(data=bytes(value))
@@ -93,14 +93,14 @@ def picture_of(value: Any, folder: str | Path | None, *, allow_urls: bool = Fals
         return Picture(image=value)
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text.strip():
-        found = repr(text) if isinstance(text, str | bytes) else type(value).__name__
-        raise ValueError(f"a picture must be {_FORMS}, found {found}")
+        given = repr(text) if isinstance(text, str | bytes) else type(value).__name__
+        raise ValueError(f"a picture must be {_FORMS}, found {given}")
     return _of_text(text, folder, allow_urls)
 
 
 def _of_text(text: str, folder: str | Path | None, allow_urls: bool) -> Picture:
-    found = re.match(r"(data):|([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE)
-    scheme = found[found.lastindex or 0].lower() if found else ""
+    begin = re.match(r"(data):|([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE)
+    scheme = begin[begin.lastindex or 0].lower() if begin else ""
     if scheme == "data":
         head, _, body = text.partition(",")
         if not head.lower().endswith(";base64"):

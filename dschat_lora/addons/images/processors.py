@@ -47,19 +47,20 @@ class PictureProcessor:
     backend: str
     placeholder: str
     image_token_id: int
-    chat_template: Any
+    chat_template: str | dict[str, str] | None
 
-    def __init__(
-        self, path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
-    ) -> None:
-        """Load what :func:`load_processor` says."""
-        self._made_of = (path, tokenizer, trust_remote_code)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Load the processor of the model at ``path``, over ``tokenizer``, which stays as it is.
+
+        Raises:
+            ValueError: if the type is none whose pictures are trained here, or it needs torchvision
+                and that is not installed, or the files of the processor are missing or wrong.
+        """
+        self._made_of = (path, tokenizer)
+        config = AutoConfig.from_pretrained(path)
         _check_type(path, config.model_type)
         try:
-            images = AutoImageProcessor.from_pretrained(
-                path, backend="pil", trust_remote_code=trust_remote_code
-            )
+            images = AutoImageProcessor.from_pretrained(path, backend="pil")
             # The class may add tokens, which are none of the run's tokenizer.
             self._processor = _assemble(
                 PROCESSOR_MAPPING[type(config)],
@@ -122,10 +123,9 @@ class PictureProcessor:
     def _merge(self) -> int:
         return int(self._processor.image_processor.merge_size)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["PictureProcessor"], tuple[str, PreTrainedTokenizerBase]]:
         """It is loaded anew where it is unpickled."""
-        path, tokenizer, trust_remote_code = self._made_of
-        return _load, (path, tokenizer, trust_remote_code)
+        return PictureProcessor, self._made_of
 
     def expand(self, text: str, pictures: Sequence[Image]) -> str:
         """``text`` with the tokens of each picture in place of its placeholder.
@@ -138,7 +138,7 @@ class PictureProcessor:
             ValueError: if there are more or fewer placeholders than pictures, or the token that
                 stands for features is in the text.
         """
-        token: str = self._processor.image_token
+        token = self.token
         if text.count(token) != len(pictures):
             raise ValueError(
                 f"the text has {text.count(token)} times {token!r} for {len(pictures)} pictures"
@@ -232,36 +232,17 @@ class PictureProcessor:
 
     def _marked(self, config: PreTrainedConfig) -> str:
         """The image token, between those that positions of some types need between pictures."""
-        token: str = self._processor.image_token
         if not hasattr(config, "vision_start_token_id"):
-            return token
+            return self.token
         ids = [config.vision_start_token_id, config.vision_end_token_id]
         begin, end = self._processor.tokenizer.convert_ids_to_tokens(ids)
-        return f"{begin}{token}{end}"
-
-
-def load_processor(
-    path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
-) -> PictureProcessor:
-    """The processor of the model at ``path``, over ``tokenizer``, which stays as it is.
-
-    Raises:
-        ValueError: if the type is none whose pictures are trained here, or it needs torchvision
-            and that is not installed, or the files of the processor are missing or wrong.
-    """
-    return PictureProcessor(path, tokenizer, trust_remote_code=trust_remote_code)
+        return f"{begin}{self.token}{end}"
 
 
 def _common(one: str, other: str) -> int:
     """How many characters both begin with."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _load(
-    path: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
-) -> PictureProcessor:
-    return load_processor(path, tokenizer, trust_remote_code=trust_remote_code)
 
 
 def _check_type(path: str, kind: str) -> None:

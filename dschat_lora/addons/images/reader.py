@@ -100,10 +100,10 @@ class ImageReader:
         """The model's own."""
         if find_spec("PIL") is None:
             raise ValueError(NO_PILLOW)
-        from dschat_lora.addons.images.processors import load_processor
+        from dschat_lora.addons.images.processors import PictureProcessor
 
         assert self.tokenizer is not None
-        return load_processor(self.base, self.tokenizer)
+        return PictureProcessor(self.base, self.tokenizer)
 
     @property
     def token_id(self) -> int:
@@ -131,14 +131,14 @@ class ImageReader:
 
         Of more than ``MOST_NAMED`` it is one of all.
         """
-        described = json.dumps(self.processor.described(), sort_keys=True)
-        found = {"the processor": digest(described.encode())[:8]}
         digests = [entry.reference["digest"] for entry in self.entries]
         if len(digests) > MOST_NAMED:
             return {"pictures and their processor": self.digest}
         names = (Path(entry.reference.get("path", "within a row")).name for entry in self.entries)
         pairs = enumerate(zip(names, digests, strict=True), 1)
-        return found | {f"picture {n}, {name}": each[:8] for n, (name, each) in pairs}
+        described = json.dumps(self.processor.described(), sort_keys=True)
+        read_by = {"the processor": digest(described.encode())[:8]}
+        return read_by | {f"picture {n}, {name}": each[:8] for n, (name, each) in pairs}
 
     def summary(self) -> str:
         """That it takes pictures, and the backend of its processor."""
@@ -171,8 +171,8 @@ class ImageReader:
         of_rows = hashlib.blake2b(digest_size=16)  # which rows have which pictures
         for values in _usable(sources, row_options(config, self)):
             pictures = values.get("images", ())
-            found = [self._find(each, alone=len(pictures) == 1) for each in pictures]
-            of_rows.update(json.dumps(found).encode())
+            numbers = [self._find(each, alone=len(pictures) == 1) for each in pictures]
+            of_rows.update(json.dumps(numbers).encode())
         if not self._numbers:
             return None
         if self.refusal:
@@ -187,8 +187,8 @@ class ImageReader:
         """Give each picture its run of ids, and keep what is known of them."""
         shapes = list(dict.fromkeys(entry.shape for entry in self.entries))
         few = len(shapes) < SHAPES_AT_ONCE
-        found = map_in_order(self._expand_or_reason, shapes, workers=1 if few else workers)
-        made = dict(zip(shapes, found, strict=True))
+        expanded = map_in_order(self._expand_or_reason, shapes, workers=1 if few else workers)
+        made = dict(zip(shapes, expanded, strict=True))
         for where, number in self._numbers.items():
             if isinstance(number, int):
                 entry = self.entries[number]
@@ -252,7 +252,7 @@ class ImageReader:
         return tuple(made)
 
     def record_of(
-        self, location: str, prompt: Any, images: Sequence[str], chat: "Chat"
+        self, location: str, prompt: object, images: Sequence[str], chat: "Chat"
     ) -> TextRecord:
         """The record of a prompt, text or messages, with pictures in front or in their places."""
         if isinstance(prompt, str) and "<image>" not in prompt:
@@ -276,11 +276,11 @@ class ImageReader:
 
     def tokens(self, ids: Sequence[int]) -> list[tuple[str, int]]:
         """Text and place of each token; of a picture's, as many as follow each other, together."""
-        found: list[tuple[str, int]] = []
+        texts: list[tuple[str, int]] = []
         assert self.tokenizer is not None
         for place, token in enumerate(ids):
             if token < FIRST_ID:
-                found.append((self.tokenizer.decode([token]), place))
+                texts.append((self.tokenizer.decode([token]), place))
                 continue
             entry = self.entry_of(token)
             if token != entry.first and place and ids[place - 1] == token - 1:
@@ -288,8 +288,8 @@ class ImageReader:
             rest, end = enumerate(ids[place:]), entry.first + entry.size
             count = next((n for n, i in rest if i != token + n or i >= end), len(ids) - place)
             part = "" if count == entry.size else f" of {entry.size}"
-            found.append((f"[{entry.name}, {count}{part} tokens]", place))
-        return found
+            texts.append((f"[{entry.name}, {count}{part} tokens]", place))
+        return texts
 
     def plain(self, ids: Sequence[int]) -> list[int]:
         """The ids with the image token in the place of each of a picture."""
@@ -442,7 +442,7 @@ class ImageReader:
 class RunDecoder:
     """``decode`` of a tokenizer that reads a run, or a tile of it, as one image token."""
 
-    tokenizer: Any
+    tokenizer: "Tokenizer"
     reader: ImageReader
 
     def __deepcopy__(self, memo: object) -> "RunDecoder":
@@ -483,7 +483,7 @@ def _names_images(file: Path) -> bool:
         return content.find(b"image") >= 0
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     """A picture of a column by its path or address; others have none."""
     if isinstance(value, Mapping):
         value = value.get("path") or value.get("url")
@@ -499,7 +499,6 @@ def _with_parts(message: Mapping[str, Any], pictures: Iterator[Any]) -> dict[str
     if not isinstance(content, list):
         return dict(message)
     places = [isinstance(part, dict) and part.get("type") == "image" for part in content]
-    found = list(islice(pictures, sum(places)))
-    given = iter([{"type": "image", "image": each} for each in found])
+    given = iter([{"type": "image", "image": each} for each in islice(pictures, sum(places))])
     parts = [next(given, part) if at else part for part, at in zip(content, places, strict=True)]
     return {**message, "content": parts}

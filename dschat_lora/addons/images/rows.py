@@ -43,7 +43,7 @@ def with_pictures(
             an answer to a prompt has one.
     """
 
-    def read(where: str, value: Any) -> Picture:
+    def read(where: str, value: object) -> Picture:
         try:
             return picture_of(value, folder, allow_urls=allow_urls)
         except ValueError as error:
@@ -74,11 +74,11 @@ def with_pictures(
 
 def _column(values: dict[str, Any]) -> tuple[str, list[Any]]:
     """The column of pictures, and what it has."""
-    found = {name: _plain(values[name]) for name in IMAGES if name in values}
-    held = [name for name in found if is_there(found[name])]
+    columns = {name: _plain(values[name]) for name in IMAGES if name in values}
+    held = [name for name in columns if is_there(columns[name])]
     if len(held) > 1:
         raise ValueError("row has pictures in `images` and in `image`; give one of them")
-    items = found[held[0]] if held else []
+    items = columns[held[0]] if held else []
     return (held or IMAGES)[0], items if isinstance(items, list) else [items]
 
 
@@ -135,7 +135,7 @@ def _own_picture(where: str, part: dict[str, Any], read: Read) -> Picture | None
     return None
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[Any]:
     """The parts of a text or of messages, a text as one."""
     if isinstance(value, str):
         yield {"type": "text", "text": value}
@@ -144,14 +144,15 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from content if isinstance(content, list) else _parts(content)
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in _KINDS
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(part: object) -> bool:
     """Whether a part is text, and holds nothing else."""
-    is_part = isinstance(part, dict) and part.get("type") in _TEXTS
-    return is_part and isinstance(part.get("text"), str) and medium_of(part) is None
+    if not isinstance(part, dict) or part.get("type") not in _TEXTS:
+        return False
+    return isinstance(part.get("text"), str) and medium_of(part) is None
 
 
 def _has_sign(part: Any) -> bool:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL.Image import Image
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from dschat_lora.addons.images.beside import load_rest
-from dschat_lora.addons.images.entries import Entry, Pictures
+from dschat_lora.addons.images.entries import Entry
 from dschat_lora.addons.images.families import KNOWN, Family
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.engine.zero import gathered
 from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.composite import TextModel, whole_config
 from dschat_lora.models.fingerprint import base_fingerprint
+
+if TYPE_CHECKING:
+    from dschat_lora.addons.images.reader import ImageReader
 
 # Most that features of frozen towers take, which are kept for later passes.
 KEPT_BYTES = 2**30
@@ -54,7 +57,7 @@ class PictureInputs:
         self,
         load: Callable[[], nn.Module],
         family: Family,
-        reader: Pictures,
+        reader: "ImageReader",
         model: TextModel | None = None,
     ) -> None:
         self._load, self.family, self.reader, self.model = load, family, reader, model
@@ -151,10 +154,11 @@ class PictureInputs:
         """(M, H) of M ids, of the embeddings and of early layers."""
         numbers = torch.searchsorted(table.first, ids, right=True) - 1
         distinct, inverse = torch.unique(numbers, return_inverse=True)
-        found = self._of_pictures([table.entries[number] for number in distinct.tolist()])
-        starts = torch.tensor([0, *(len(each[0]) for each in found)], device=ids.device).cumsum(0)
+        features = self._of_pictures([table.entries[number] for number in distinct.tolist()])
+        sizes = [len(each[0]) for each in features]
+        starts = torch.tensor([0, *sizes], device=ids.device).cumsum(0)
         places = starts[inverse] + ids - table.first[numbers]
-        return [torch.cat(layer)[places] for layer in zip(*found, strict=True)]
+        return [torch.cat(layer)[places] for layer in zip(*features, strict=True)]
 
     def _of_pictures(self, entries: Sequence[Entry]) -> list[Features]:
         if self.model is not None:
@@ -168,11 +172,11 @@ class PictureInputs:
             self._kept_bytes += sum(x.nbytes for x in features)
         for entry in entries:
             self._kept.move_to_end(entry.first)
-        found = [self._kept[entry.first] for entry in entries]
+        kept = [self._kept[entry.first] for entry in entries]
         while self._kept_bytes > KEPT_BYTES and len(self._kept) > len(entries):
             _, dropped = self._kept.popitem(last=False)
             self._kept_bytes -= sum(x.nbytes for x in dropped)
-        return found
+        return kept
 
     def _see(self, entries: Sequence[Entry]) -> list[Features]:
         """Features of these entries; the tower is run once."""
@@ -187,8 +191,8 @@ class PictureInputs:
         )
         split = [torch.split(_flat(layer), [entry.size for entry in order]) for layer in layers]
         made = zip(order, zip(*split, strict=True), strict=True)
-        found = {entry.first: features for entry, features in made}
-        return [found[entry.first] for entry in entries]
+        by_id = {entry.first: features for entry, features in made}
+        return [by_id[entry.first] for entry in entries]
 
     def _run(self, pictures: Sequence[Image], counts: Sequence[int]) -> list[Any]:
         """What the tower makes of pictures, ``counts`` of each sample: features of each layer."""
@@ -280,7 +284,7 @@ def mutual_inputs(
     return {"attention_mask": made if isinstance(mask, dict) else made["full_attention"]}
 
 
-def attach(model: PreTrainedModel, reader: Pictures, base: str) -> None:
+def attach(model: PreTrainedModel, reader: "ImageReader", base: str) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
     A frozen one is shared, with its features, by all models on ``base``. It is loaded here where
@@ -315,7 +319,11 @@ def attach(model: PreTrainedModel, reader: Pictures, base: str) -> None:
     if model.rest:
         tower = load_rest(model, base, meta=True).get_submodule(above)
         inputs = PictureInputs(lambda: tower, family, reader, model)
-    elif rate is not None and model.can_generate() and _trains(model):
+    elif (
+        rate is not None
+        and model.can_generate()
+        and any(p.requires_grad for p in model.parameters())
+    ):
         raise ValueError(
             f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
             "none: give --train_vision or name its layers in --target_modules"
@@ -331,10 +339,6 @@ def attach(model: PreTrainedModel, reader: Pictures, base: str) -> None:
         model.frozen_rest = inputs.frozen
     model.base_model.register_forward_pre_hook(inputs, with_kwargs=True)
     model.reads_whole = FIRST_ID if family.by_grid or family.mutual else None
-
-
-def _trains(model: nn.Module) -> bool:
-    return any(p.requires_grad for p in model.parameters())
 
 
 def _frozen(tower: nn.Module) -> tuple[str, int]:
@@ -353,8 +357,8 @@ def _ahead_of(cache: Any) -> Tensor | None:
     """What :func:`_keep_ahead` has kept."""
     if isinstance(cache, Cache):
         return vars(cache).get("positions_ahead")
-    found: Tensor | None = cache.get_recurrent_state(_AHEAD)
-    return found
+    ahead: Tensor | None = cache.get_recurrent_state(_AHEAD)
+    return ahead
 
 
 def _keep_ahead(cache: Any, ahead: Tensor) -> None:

@@ -17,7 +17,7 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.names import load_object, made
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.runtime.resume import goes_on_in_place, run_of
+from dschat_lora.runtime.resume import resumes_in_place, run_of
 
 
 class PartError(UserFunctionError):
@@ -59,20 +59,20 @@ class RunOfPart:
         return file
 
 
-def find_part(option: str) -> Any:
+def find_part(option: str) -> object:
     """The class or object of the user's that ``--parts`` names.
 
     Raises:
         ValueError: if there is none, or it has no method that is called.
     """
-    found = load_object("parts", option)
-    if not any(hasattr(found, name) for name in CALLED):
-        kind = found if isinstance(found, type) else type(found)
+    part = load_object("parts", option)
+    if not any(hasattr(part, name) for name in CALLED):
+        kind = part if isinstance(part, type) else type(part)
         raise ValueError(
             f"--parts {option} must have after_iteration(experience, targets), after_step(result) "
             f"or before_checkpoint(); {kind.__name__} has none"
         )
-    return found
+    return part
 
 
 class UserPart:
@@ -121,13 +121,13 @@ class UserPart:
         def call() -> dict[str, float]:
             if self._failure is not None:
                 raise self._failure
-            found = self._call("after_iteration", experience, targets)
+            metrics = self._call("after_iteration", experience, targets)
             try:
-                return {str(name): float(value) for name, value in dict(found or {}).items()}
+                return {str(name): float(value) for name, value in dict(metrics or {}).items()}
             except (TypeError, ValueError) as error:
                 raise RuntimeError(
                     f"--parts {self._option}: after_iteration must return metrics, numbers by "
-                    f"name, or None, got {found!r}"
+                    f"name, or None, got {metrics!r}"
                 ) from error
 
         try:
@@ -167,7 +167,7 @@ class UserPart:
         if state["own"] is not None:
             self._call("restore", state["own"])
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: object) -> Any:
         """What a method returns; None where there is none.
 
         Raises:
@@ -188,7 +188,7 @@ def user_parts(names: Sequence[str], setup: RlhfSetup, progress: RlhfProgress) -
     """
     run, earlier = setup.run, None
     assert run.directory is not None, "a dry run keeps nothing"
-    if run.config.checkpoint and not goes_on_in_place(run.config):
+    if run.config.checkpoint and not resumes_in_place(run.config):
         earlier = run_of(Path(run.config.checkpoint))
     of_parts = RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier)
     parts = [UserPart(name, replace(of_parts, files={})) for name in names]
@@ -202,8 +202,8 @@ def check_twins(parts: Sequence[UserPart]) -> None:
     Raises:
         ValueError: naming it.
     """
-    found = [part.name for part in parts]
-    if twice := sorted({name for name in found if found.count(name) > 1}):
+    names = [part.name for part in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"--parts names {twice[0].removeprefix('part ')} twice: give each a name of its own"
         )

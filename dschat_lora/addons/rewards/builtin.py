@@ -65,12 +65,12 @@ def number_equals(argument: str) -> BuiltinReward:
     """1 where the response's last number is that of the column ``answer`` (or another), else 0."""
 
     def last_number(text: str) -> float | None:
-        found = _NUMBER.findall(text)
-        return float(found[-1].replace(",", "")) if found else None
+        numbers = _NUMBER.findall(text)
+        return float(numbers[-1].replace(",", "")) if numbers else None
 
-    def score(text: str, wanted: Any) -> float:
-        found = last_number(text)
-        return float(found is not None and found == last_number(str(wanted)))
+    def score(text: str, wanted: object) -> float:
+        answer = last_number(text)
+        return float(answer is not None and answer == last_number(str(wanted)))
 
     return BuiltinReward(score, argument or "answer")
 
@@ -84,7 +84,7 @@ def length(argument: str) -> Callable[..., float]:
 
 def json_valid(argument: str) -> Callable[..., float]:
     """1 where the response is JSON, else 0."""
-    return _json_reward(lambda found: True)
+    return _json_reward(lambda value: True)
 
 
 def json_schema(argument: str) -> Callable[..., float]:
@@ -126,12 +126,12 @@ def math_equal(argument: str) -> BuiltinReward:
     require_packages("builtin:math_equal", "math_verify", extra="rewards")
     from math_verify import parse, verify
 
-    def score(text: str, wanted: Any) -> float:
+    def score(text: str, wanted: object) -> float:
         # Its limits are signals, which the main thread alone takes; in others there is
         # --reward_timeout.
         limit = 5 if threading.current_thread() is threading.main_thread() else None
-        right, found = (parse(each, parsing_timeout=limit) for each in (f"${wanted}$", text))
-        return float(verify(right, found, timeout_seconds=limit))
+        right, said = (parse(each, parsing_timeout=limit) for each in (f"${wanted}$", text))
+        return float(verify(right, said, timeout_seconds=limit))
 
     return BuiltinReward(score, argument or "answer")
 

@@ -1,10 +1,10 @@
 """Reward functions written for verl and OpenRLHF, with arguments as those of TRL's have."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from inspect import Parameter
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -89,35 +89,38 @@ class Adapted:
         open_to_all = [Parameter("others", Parameter.VAR_KEYWORD)] if others else []
         self.__signature__ = inspect.Signature(parameters + open_to_all)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._function, name)
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, **given: Any) -> object:
         """The scores, without what the function returns beside them, which is logged."""
         made = self._made(given)
         takes = made if self._takes is None else self._takes
-        found = self._function(**{name: v for name, v in made.items() if name in takes})
-        return (
-            self._awaited(found, given) if inspect.isawaitable(found) else self._one(found, given)
-        )
+        returned = self._function(**{name: v for name, v in made.items() if name in takes})
+        if not inspect.isawaitable(returned):
+            return self._scores(returned, given)
 
-    async def _awaited(self, found: Awaitable[Any], given: Values) -> Any:
-        return self._one(await found, given)
+        async def awaited() -> object:
+            return self._scores(await returned, given)
 
-    def _one(self, found: Any, given: Values) -> Any:
-        scores = found.get("score", found.get("rewards")) if isinstance(found, dict) else None
-        if scores is not None:
+        return awaited()
+
+    def _scores(self, returned: object, given: Values) -> object:
+        by_name = returned if isinstance(returned, dict) else {}
+        scores = by_name.get("score", by_name.get("rewards"))
+        if scores is None:
+            scores = returned
+        else:
             own = ("score", "rewards", "scores", "extra_logs")
-            more = {name: value for name, value in found.items() if name not in own}
+            more = {name: value for name, value in by_name.items() if name not in own}
             count = len(given["responses"]) if "responses" in given else 1
-            for name, value in {**more, **(found.get("extra_logs") or {})}.items():
+            for name, value in {**more, **(by_name.get("extra_logs") or {})}.items():
                 value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
                 if isinstance(value, int | float):
                     given["log_metric"](name, value)
                     continue
                 is_column = isinstance(value, list | tuple | Tensor) and len(value) == count
                 given["log_extra"](name, list(value) if is_column else [value] * count)
-            found = scores
-        return (
-            found[0] if self._unwraps and hasattr(found, "__len__") and len(found) == 1 else found
-        )
+        if self._unwraps and hasattr(scores, "__len__") and len(scores) == 1:
+            (scores,) = cast(Iterable[object], scores)
+        return scores

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,6 +36,7 @@ The answer to be graded:
 
 Is the answer right, complete and to the point? Reply with a number from 0 (worthless) to 10
 (perfect), and nothing else."""
+LogMetric = Callable[[str, float], None]
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _OF_TEN = re.compile(r"\s*(?:/|out of|of)\s*10\b")
 
@@ -76,12 +77,12 @@ class RemoteReward:
         """
         asked = {"query": queries, "prompts": prompts, "labels": labels}
         try:
-            found = _post(self.url, asked, seconds=REMOTE_SECONDS)
+            answer = _post(self.url, asked, seconds=REMOTE_SECONDS)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"{self.url} gave no scores: {error}") from error
-        if not isinstance(found, dict):
-            raise RuntimeError(f"{self.url} returned a {type(found).__name__}, and no JSON object")
-        return found
+        if not isinstance(answer, dict):
+            raise RuntimeError(f"{self.url} returned a {type(answer).__name__}, and no JSON object")
+        return answer
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,11 @@ class Judge:
     sees_media = False
 
     async def __call__(
-        self, response: str, messages: list[dict[str, Any]], row: Mapping[str, Any], log_metric: Any
+        self,
+        response: str,
+        messages: list[dict[str, Any]],
+        row: Mapping[str, Any],
+        log_metric: LogMetric,
     ) -> float | None:
         """The score; None for a reply without a number from 0 to 10, which ``log_metric`` counts.
 
@@ -160,20 +165,20 @@ def make_judge_reward(argument: str) -> Judge:
     Raises:
         ValueError: if there is no such address or file.
     """
-    found = urlsplit(argument)
-    if found.scheme not in ("http", "https") or not found.netloc:
+    parts = urlsplit(argument)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError("give an endpoint, as in builtin:judge=http://127.0.0.1:8000/v1")
     rubric = RUBRIC
-    if found.fragment:
-        path = Path(found.fragment).expanduser()
+    if parts.fragment:
+        path = Path(parts.fragment).expanduser()
         try:
             rubric = read_text(path, most=MOST_TYPED_BYTES)
         except OSError as error:
             raise ValueError(f"the rubric {path} cannot be read: {error.strerror}") from error
         if "{response}" not in rubric:
             raise ValueError(f"the rubric {path} must have {{response}} where the answer stands")
-    url = urlunsplit((found.scheme, found.netloc, found.path.rstrip("/"), "", ""))
-    return Judge(url, parse_qs(found.query).get("model", [None])[0], rubric)
+    url = urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
+    return Judge(url, parse_qs(parts.query).get("model", [None])[0], rubric)
 
 
 SANDBOX_SECONDS = 10

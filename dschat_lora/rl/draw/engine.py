@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -104,7 +104,7 @@ class EngineSite:
     pad_id: int
     plan: MemoryPlan | None  # of the run; None for an architecture that is not understood
     unpacked: bool | None  # 4-bit weights once for a rollout; None: as the free memory allows
-    started: Any = None  # before models took memory
+    started: object = None  # before models took memory
     version: Callable[[], int] = lambda: 0  # iterations that the actor has learnt from
 
 
@@ -155,8 +155,9 @@ class EngineDecoder(Drawing):
     Engines see to their memory themselves; what they cannot draw is an error of theirs.
     """
 
-    def __init__(self, engine: Any, site: EngineSite) -> None:
-        self.engine, self._site, batch = engine, site, site.config.batch
+    def __init__(self, engine: object, site: EngineSite) -> None:
+        self.engine, self._site = cast(RolloutEngine, engine), site
+        batch = site.config.batch
         self._where = f"--rollout_engine {batch.rollout_engine}"
         self._at_a_time = None if batch.engine.batches_itself else batch.rows_decoded
         # A tokenizer may have fewer tokens than the model has logits.
@@ -215,7 +216,11 @@ class EngineDecoder(Drawing):
         return responses
 
     def _checked(
-        self, pending: Any, asked: Sequence[Asked], sampling: Sampling, needed: int | None
+        self,
+        pending: Pending[Sequence[Drawn]] | Sequence[Drawn],
+        asked: Sequence[Asked],
+        sampling: Sampling,
+        needed: int | None,
     ) -> list[DecodedTurn]:
         """What was drawn, cut at its ends.
 
@@ -225,14 +230,15 @@ class EngineDecoder(Drawing):
         Raises:
             EngineError: if it is not what was asked for.
         """
-        found = pending() if callable(pending) else pending
-        if len(found) != len(asked):
-            raise EngineError(f"{self._where} drew {len(found)} of {len(asked)} responses")
+        drawn_rows = pending() if callable(pending) else pending
+        if len(drawn_rows) != len(asked):
+            raise EngineError(f"{self._where} drew {len(drawn_rows)} of {len(asked)} responses")
         turns = []
-        for row, (tokens, logprobs) in zip(asked, found, strict=True):
+        for row, (tokens, logprobs) in zip(asked, drawn_rows, strict=True):
             own = [int(token) for token in tokens]
-            reads = row.keeps_logprobs and logprobs is not None
-            known = [float(value) for value in logprobs] if reads else None
+            known = None
+            if row.keeps_logprobs and logprobs is not None:
+                known = [float(value) for value in logprobs]
             fault = self._fault(row, own, known)
             if logprobs is None and self._site.config.ppo.use_rollout_logprobs:
                 fault = "gave no log-probabilities: --use_rollout_logprobs needs them"
@@ -261,7 +267,7 @@ class EngineDecoder(Drawing):
             "drawn from"
         )
 
-    def _told(self, method: str, *values: Any) -> None:
+    def _told(self, method: str, *values: object) -> None:
         """Call a method, if the engine has it; on every rank."""
         if (call := getattr(self.engine, method, None)) is not None:
             self._raise_together(_tried(partial(call, *values))[1])

@@ -78,7 +78,7 @@ class Generator:
         mine = order[data_rank() :: data_world_size()]
         prompts = self.player.begin(prompts, mine, num_generations, key)
         tasks = _tasks(prompts, num_generations)
-        found: list[Response] = []
+        own: list[Response] = []
         with self.engine.decoding(cuts=needed is not None) as (begin, at_a_time):
             rows = self._batch_size if self.player.in_batches else at_a_time
             at_a_time = max(1, len(order) if rows is None else rows // num_generations)
@@ -86,9 +86,9 @@ class Generator:
                 numbers = mine[first : first + at_a_time]
                 draw = self._draw(begin, sampling, key, num_generations, keep_logprobs)
                 draw.needed = _share_of(needed, numbers, mine)
-                own = [each for n in numbers for each in tasks[n]]
-                found += self.player.play(own, draw, key=draw.key)
-        responses = self._share(found, tasks, sampling)
+                of_batch = [each for n in numbers for each in tasks[n]]
+                own += self.player.play(of_batch, draw, key=draw.key)
+        responses = self._share(own, tasks, sampling)
         if any(each.undrawn for each in responses):
             names = self.engine.broken_weights()
             broken = [*dict.fromkeys(chain(*map(json.loads, gather_texts(json.dumps(names)))))]

@@ -98,8 +98,8 @@ class OwnEngine(Drawing):
                     *args: Any, keep_logprobs: bool = False, **options: Any
                 ) -> Pending[list[DecodedTurn]]:
                     options |= {"keep_logprobs": keep_logprobs, "keep_going": keep_going}
-                    found = self._draw(model, *args, **options)
-                    return lambda: decoded_turns(found, keep_logprobs)
+                    drawn = self._draw(model, *args, **options)
+                    return lambda: decoded_turns(drawn, keep_logprobs)
 
                 yield begin, None if refills else self._at_a_time
             if self._by_memory:
@@ -189,12 +189,12 @@ class OwnEngine(Drawing):
         return broken_parameters(dict(self._rollout.named_parameters()))
 
 
-def decoded_turns(found: Responses, keep_logprobs: bool) -> list[DecodedTurn]:
+def decoded_turns(drawn: Responses, keep_logprobs: bool) -> list[DecodedTurn]:
     """What the decode loop drew; what was given up has no tokens."""
-    tokens = found.tokens()
+    tokens = drawn.tokens()
     own = sampler = [list[float]() for _ in tokens]
     if keep_logprobs:
-        own, sampler = found.logprobs(), found.sampler_logprobs()
+        own, sampler = drawn.logprobs(), drawn.sampler_logprobs()
     nothing = DecodedTurn([], [], [], undrawn=False)
-    turns = zip(map(DecodedTurn, tokens, own, sampler, found.undrawn()), found.cut, strict=True)
+    turns = zip(map(DecodedTurn, tokens, own, sampler, drawn.undrawn()), drawn.cut, strict=True)
     return [nothing if cut else turn for turn, cut in turns]

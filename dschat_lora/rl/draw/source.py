@@ -107,9 +107,9 @@ class PromptOrder:
     def sizes(self, iteration: int) -> Mapping[int, int]:
         """How many of the iterations before one have so many prompts."""
         epochs = iteration // self.iterations_per_epoch
-        found = Counter({self.size(0): iteration - epochs})
-        found[self.size(self.iterations_per_epoch - 1)] += epochs
-        return found
+        sizes = Counter({self.size(0): iteration - epochs})
+        sizes[self.size(self.iterations_per_epoch - 1)] += epochs
+        return sizes
 
     def __call__(self, iteration: int) -> list[int]:
         """Numbers of the prompts of an iteration, counted from 0."""

@@ -1,8 +1,9 @@
 """DAPO's dynamic sampling: prompts whose responses teach nothing are replaced."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,8 +14,7 @@ from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores
 
 
-@dataclass(frozen=True)
-class Resampled:
+class Resampled(NamedTuple):
     """An iteration's responses after :func:`resample`, with their scores."""
 
     responses: list[Response]
@@ -41,31 +41,31 @@ def resample(
     size = sum(each.group == 0 for each in responses)
     scores = score(responses)
 
-    def idle(found: Sequence[Response], of: Scores) -> list[int]:
-        groups = [each.group for each in found]
+    def idle(drawn: Sequence[Response], of: Scores) -> list[int]:
+        groups = [each.group for each in drawn]
         return idle_groups(algorithm, groups, of.total, of.by_name, of.weights)
 
     missing, responses = idle(responses, scores), list(responses)
     round_ = replaced = generated = 0
     while round_ < tries and (asked := list(islice(further, len(missing)))):
         round_ += 1
-        found = generate(asked, round_)
-        found_scores = score(found)
-        generated += len(found)
-        equal = set(idle(found, found_scores))
+        further_ones = generate(asked, round_)
+        their_scores = score(further_ones)
+        generated += len(further_ones)
+        equal = set(idle(further_ones, their_scores))
         for group in (g for g in range(len(asked)) if g not in equal):
             place = missing.pop(0)
             to = slice(place * size, (place + 1) * size)
             of = slice(group * size, (group + 1) * size)
-            responses[to] = [replace(each, group=place) for each in found[of]]
-            scores = _put(scores, to, found_scores, of)
+            responses[to] = [replace(each, group=place) for each in further_ones[of]]
+            scores = _put(scores, to, their_scores, of)
             replaced += 1
     counts = {"resampling_tries": round_, "resampled_prompts": replaced}
     return Resampled(responses, scores, {**counts, "resampled_responses": generated})
 
 
-def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
-    """``scores`` with those of ``found`` in place."""
+def _put(scores: Scores, to: slice, others: Scores, of: slice) -> Scores:
+    """``scores`` with those ``others`` in place."""
 
     def put(own: Tensor, other: Tensor) -> Tensor:
         own = own.clone()
@@ -74,12 +74,12 @@ def _put(scores: Scores, to: slice, found: Scores, of: slice) -> Scores:
 
     names, size = scores.by_name, len(scores.total)
     columns = {}
-    for name in {**scores.columns, **found.columns}:
+    for name in {**scores.columns, **others.columns}:
         columns[name] = list(scores.columns.get(name, [None] * size))
-        columns[name][to] = found.columns.get(name, [None] * len(found.total))[of]
+        columns[name][to] = others.columns.get(name, [None] * len(others.total))[of]
     return replace(
         scores,
-        total=put(scores.total, found.total),
-        by_name={name: put(names[name], found.by_name[name]) for name in names},
+        total=put(scores.total, others.total),
+        by_name={name: put(names[name], others.by_name[name]) for name in names},
         columns=columns,
     )

@@ -14,6 +14,7 @@ from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.causal_lm import Policy
+from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.learn.experience import Experience, padded
@@ -160,10 +161,10 @@ class Engines:
         """
         if self.actor.module.head is None:
             return self.policy(batch, width)
-        logprobs, *found = self.retry(
+        logprobs, *others = self.retry(
             lambda: self.actor("", batch, batch.reference or batch, self.temperature)
         )
-        return tuple(batch.table(each, width) for each in (logprobs.detach(), *found))
+        return tuple(batch.table(each, width) for each in (logprobs.detach(), *others))
 
     def values(self, batch: ResponseBatch, width: int) -> Tensor:
         """(n, width) values before each response token."""
@@ -268,15 +269,17 @@ def make_experience(
     )
 
 
-def policies_of(actor: Any, reference: Any, *, entropy_trains: bool) -> dict[str, Policy]:
+def policies_of(
+    actor: PreTrainedModel, reference: PreTrainedModel | None, *, entropy_trains: bool
+) -> dict[str, Policy]:
     """Actor and reference (None: there is none) by role, over the vocabulary that both have.
 
     Both have one tokenizer: what a larger vocabulary has beyond it is no token.
     """
-    found = {"actor": actor} | ({} if reference is None else {"reference": reference})
-    size = min(model.config.vocab_size for model in found.values())
+    models = {"actor": actor} | ({} if reference is None else {"reference": reference})
+    size = min(model.config.vocab_size for model in models.values())
     trains = {"actor": entropy_trains, "reference": False}
-    return {n: Policy(m, entropy_trains=trains[n], vocab_size=size) for n, m in found.items()}
+    return {n: Policy(m, entropy_trains=trains[n], vocab_size=size) for n, m in models.items()}
 
 
 def resolve_architecture(engines: Engines, vocab_size: int, run: OpenRun[RlhfConfig]) -> Engines:

@@ -104,10 +104,10 @@ def padded(
     rows: Iterable[Sequence[float]], mask: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Rows in a table of the mask's shape and device, 0 in the padding."""
-    found = torch.zeros(mask.shape, dtype=dtype)
+    table = torch.zeros(mask.shape, dtype=dtype)
     for row, values in enumerate(rows):
-        found[row, : len(values)] = torch.tensor(values, dtype=dtype)
-    return to_device(found, mask.device)
+        table[row, : len(values)] = torch.tensor(values, dtype=dtype)
+    return to_device(table, mask.device)
 
 
 def idle_groups(
@@ -228,9 +228,9 @@ def add_old_outputs(
     ``logprobs`` and ``values``, (n, R), are of this rank's n responses with these ``numbers``.
     """
     rows = logprobs if values is None else torch.cat([logprobs, values], dim=1)
-    found = gather_numbered(numbers, rows)
-    places = found[:, 0].long()
-    tables = torch.split(found[:, 1:].float(), experience.mask.shape[1], dim=1)
+    gathered = gather_numbered(numbers, rows)
+    places = gathered[:, 0].long()
+    tables = torch.split(gathered[:, 1:].float(), experience.mask.shape[1], dim=1)
     known = experience.logprobs
     if known is None:
         known = torch.full(experience.mask.shape, torch.nan, device=places.device)
@@ -269,12 +269,13 @@ def advantages_and_returns(
     )
     where = f"--algorithm {config.algorithm}"
     try:
-        found = config.rules.estimate(outcome)
+        estimated = config.rules.estimate(outcome)
     except Exception as error:
         raise RuntimeError(f"{where} failed: {error!r}") from error
-    advantages, returns = found if isinstance(found, tuple) else (found, None)
+    advantages, returns = estimated if isinstance(estimated, tuple) else (estimated, None)
     if not isinstance(advantages, Tensor) or advantages.shape not in (mask.shape, mask.shape[:1]):
-        kind = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        is_tensor = isinstance(estimated, Tensor)
+        kind = tuple(estimated.shape) if is_tensor else type(estimated).__name__
         raise ValueError(
             f"{where} must give a tensor of advantages, {tuple(mask.shape[:1])} of responses or "
             f"{tuple(mask.shape)} of tokens, got {kind}"

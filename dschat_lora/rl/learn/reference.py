@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.samples import PromptSample
 from dschat_lora.models.causal_lm import Policy
+from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.rl.draw.source import Pool
 from dschat_lora.rl.response.batch import ResponseBatch
 from dschat_lora.rl.response.response import Response
@@ -55,7 +56,7 @@ class Reference(Protocol):
         return None
 
     def head(
-        self, actor: nn.Module, reference: nn.Module, *, entropy_trains: bool
+        self, actor: PreTrainedModel, reference: PreTrainedModel, *, entropy_trains: bool
     ) -> LossHead | None:
         """What the loss is instead of the algorithm's; None: there is none."""
         return None

@@ -84,9 +84,9 @@ class Models:
         Roles on one base can only be sharded together.
         """
         roles, settings = self.roles, self.settings
-        found = {name: each.model for name, each in roles.models.items()}
-        scorers = nn.ModuleList([found.pop(n) for n in ("critic", "reward") if n in found])
-        policies = nn.ModuleList([*found.values(), roles.rollout])
+        models = {name: each.model for name, each in roles.models.items()}
+        scorers = nn.ModuleList([models.pop(n) for n in ("critic", "reward") if n in models])
+        policies = nn.ModuleList([*models.values(), roles.rollout])
         shared = {id(p) for p in policies.parameters()} & {id(p) for p in scorers.parameters()}
         if shared or "critic" not in settings:
             shard_model(roles.whole(), settings["actor"])

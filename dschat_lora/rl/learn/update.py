@@ -63,7 +63,8 @@ class Updater:
         """
         self._steps, self._entropy_coef = steps, entropy_coef
         self._deferred = steps.deferred > 0 or experience.logprobs is None
-        self._looks = self._deferred or steps.from_sampler
+        # Whether the first step's forward passes are yet to be kept.
+        self._keeps_first = self._deferred or steps.from_sampler
         self._learning = learning
         self._engines, self._config = engines, config
         self._estimate_advantages, self._kl_coef = estimate_advantages, kl_coef
@@ -77,7 +78,7 @@ class Updater:
         self._weights = token_weights(self._mask, kind, max_length=max_length, dtype=dtype)
         self.importance: Tensor | None = None  # (N, R) weights of tokens; None: all are 1
         self.experience = experience  # complete from the first step on
-        self.looked = experience  # with old log-probabilities of forward passes alone
+        self.computed = experience  # with old log-probabilities of forward passes alone
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
         self._totals: Sums | None = None  # of the step, of all ranks; None before they are
 
@@ -102,12 +103,12 @@ class Updater:
             batches = [batch.to(self._engines.actor.device) for batch in made]
             lengths = [sizes[number] for number in minibatch.numbers]
             if sum(lengths) == 0:
-                if self._deferred and self._looks and self.experience.logprobs is not None:
+                if self._deferred and self._keeps_first and self.experience.logprobs is not None:
                     self._engines.eval()
                     with torch.no_grad():
                         width = self.experience.mask.shape[1]
                         own = [self._engines.policy(each, width)[0] for each in batches]
-                        self._look(batches, own, None)
+                        self._keep_first(batches, own, None)
                 continue
             divisors = {
                 "actor": loss_divisor(lengths, self._config.loss_normalization),
@@ -151,9 +152,9 @@ class Updater:
             if engines.critic is not None:
                 values = self._rescale_values(engines.values(batch, width))
             own.append(logprobs.detach())
-            if last and self._looks:
+            if last and self._keeps_first:
                 with engines.retry.collective():
-                    self._look(batches, own, values)
+                    self._keep_first(batches, own, values)
             if self.targets is None:
                 self._find_targets()
             rows = to_device(torch.tensor(batch.numbers, dtype=torch.int64), logprobs.device)
@@ -174,24 +175,23 @@ class Updater:
             sums["text"] = self._backward_texts(texts)
         return sums, largest
 
-    def _look(
+    def _keep_first(
         self, batches: Sequence[ResponseBatch], logprobs: Sequence[Tensor], values: Tensor | None
     ) -> None:
         """Keep what the first step's forward passes give; call on every rank."""
-        self._looks, own = False, torch.cat(list(logprobs))
+        self._keeps_first, own = False, torch.cat(list(logprobs))
         numbers = [number for batch in batches for number in batch.numbers]
         if not self._steps.from_sampler:
-            self.experience = add_old_outputs(self.experience, numbers, own, values)
-            self.looked = self.experience
+            self.experience = self.computed = add_old_outputs(self.experience, numbers, own, values)
             return
-        found = add_old_outputs(replace(self.experience, logprobs=None), numbers, own, None)
-        assert found.logprobs is not None
-        self.looked = replace(found, mask=found.mask & ~found.logprobs.isnan())
+        known = add_old_outputs(replace(self.experience, logprobs=None), numbers, own, None)
+        assert known.logprobs is not None
+        self.computed = replace(known, mask=known.mask & ~known.logprobs.isnan())
 
     def _find_targets(self) -> None:
         """Advantages, returns and importance weights; where they need none, before old outputs."""
         known = self.experience
-        if self._deferred and self._looks:
+        if self._deferred and self._keeps_first:
             known = replace(known, logprobs=None)
         self.targets = self._estimate_advantages(known)
         if (correction := self._config.correction) is not None:
@@ -209,7 +209,8 @@ class Updater:
         config, mask, weights = self._config, self._mask[rows], self._weights[rows]
         assert self.targets is not None
         known = self.experience.logprobs
-        old = logprobs if known is None or (self._deferred and self._looks) else known[rows]
+        is_new = self._deferred and self._keeps_first  # as the policy is in this very pass
+        old = logprobs if known is None or is_new else known[rows]
         # The losses are linear in the size of advantages: there stand the weights of tokens.
         advantages = self.targets.advantages[rows] * weights
         if self.importance is not None:
@@ -265,17 +266,17 @@ class Updater:
         sums, ratio_error = numbers().tolist(), None
         if len(sums) > len(_SUMS):
             ratio_error = sums.pop()
-        found = dict(zip(_SUMS, sums, strict=True))
+        total = dict(zip(_SUMS, sums, strict=True))
         tokens = divisors["critic"]
         return StepResult(
-            loss=found["loss"] / divisors["actor"],
-            policy_loss=found["policy"] / divisors["actor"],
-            value_loss=found["value"] / tokens if has_critic else None,
-            text_loss=found["text"] if self._pretraining is not None else None,
-            entropy=found["entropy"] / tokens,
-            clip_fraction=found["clipped"] / tokens,
-            value_clip_fraction=found["value_clipped"] / tokens if has_critic else None,
-            approx_kl=found["approx_kl"] / tokens,
+            loss=total["loss"] / divisors["actor"],
+            policy_loss=total["policy"] / divisors["actor"],
+            value_loss=total["value"] / tokens if has_critic else None,
+            text_loss=total["text"] if self._pretraining is not None else None,
+            entropy=total["entropy"] / tokens,
+            clip_fraction=total["clipped"] / tokens,
+            value_clip_fraction=total["value_clipped"] / tokens if has_critic else None,
+            approx_kl=total["approx_kl"] / tokens,
             ratio_error=ratio_error,
             outcomes=outcomes(),
             learning_rates=learning_rates,

@@ -68,11 +68,11 @@ class RlhfEvaluator:
 
     def before_and_after(self) -> dict[str, float]:
         """Rewards of the first and the last evaluation, for record and card."""
-        found = self.results.before_and_after("reward", "greedy_reward", "judge", "greedy_judge")
-        if not found:
+        rewards = self.results.before_and_after("reward", "greedy_reward", "judge", "greedy_judge")
+        if not rewards:
             return {}
         *_, last = self.results.by_step.values()
-        return found | {"kl after": float(last["kl"])}
+        return rewards | {"kl after": float(last["kl"])}
 
     def state(self) -> dict[str, Any]:
         return {"results": self.results.state(), **self._shown.state()}
@@ -111,7 +111,7 @@ class RlhfEvaluator:
         counts = experience.counts
         kl = response_sums(experience.kl(), experience.mask)[counts]
         played = [each for each in responses if not each.episode.failure]
-        found = {
+        metrics = {
             **_mean("reward", experience.scores[counts]),
             **(rewards_by_name(experience) if counts.any() else {}),
             "kl": float(kl.double().mean()),
@@ -123,8 +123,8 @@ class RlhfEvaluator:
         if setup.scoring.judge is not None:
             judged = RewardFunctions((setup.scoring.judge,))(responses, state).total
             values["judge"] = judged
-            found |= _mean("judge", judged[~judged.isnan()])
-        return found, values
+            metrics |= _mean("judge", judged[~judged.isnan()])
+        return metrics, values
 
 
 def _mean(name: str, values: Tensor) -> dict[str, float]:

@@ -91,13 +91,13 @@ class Parts:
         self, experience: Experience, targets: AdvantagesAndReturns | None
     ) -> dict[str, float]:
         """Tell each of an iteration; their metrics."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for part in self._having("after_iteration"):
             try:
-                found |= part.after_iteration(experience, targets) or {}
+                metrics |= part.after_iteration(experience, targets) or {}
             except UserFunctionError as error:
                 self._failure = error
-        return found
+        return metrics
 
     def check_names(self, taken: Collection[str]) -> None:
         """Refuse metrics of an add-on's part that have a name which is ``taken``."""
@@ -310,5 +310,5 @@ def _on_host(
         if number >= detailed:
             yield known, None
             continue
-        found = zip(by_token, tokens, strict=True)
-        yield known, {n: [float(f"{x:.4g}") for x in rows[number]] for n, rows in found}
+        columns_of_tokens = zip(by_token, tokens, strict=True)
+        yield known, {n: [float(f"{x:.4g}") for x in rows[number]] for n, rows in columns_of_tokens}

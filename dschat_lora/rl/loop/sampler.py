@@ -42,15 +42,14 @@ class RolloutSampler:
         config, batch, now = setup.config, setup.config.batch, lambda: progress.iteration
         self.schedule = make_rlhf_schedule(setup, now)
         self.source, self._answers = self.schedule.source, None
-        if (found := setup.data.answers) is not None:
+        if (of_data := setup.data.answers) is not None:
             responses = self.source.per_iteration * batch.num_generations
-            count = max(1, round(found.share * responses))
-            self._answers = _source(setup, found.data, found.prepared, now, count, kind="samples")
+            count = max(1, round(of_data.share * responses))
+            self._answers = _source(setup, of_data.data, of_data.prepared, now, count, "samples")
         sampling = Sampling(
             max_new_tokens=config.data.max_answer_seq_len,
             do_sample=batch.do_sample,
-            temperature=batch.rollout_temperature or batch.temperature,
-            policy_temperature=batch.temperature,
+            temperature=batch.temperature,
             top_p=batch.top_p,
             top_k=batch.top_k,
         )
@@ -90,7 +89,7 @@ class RolloutSampler:
             from dschat_lora.rl.learn.dynamic_sampling import resample
 
             draw = phase("generation")(lambda asked, n: self._generate(asked, "further", n))
-            found = resample(
+            resampled = resample(
                 responses,
                 algorithm=config.ppo.rules,
                 further=draws.further,
@@ -98,7 +97,7 @@ class RolloutSampler:
                 generate=draw,
                 score=phase("scoring")(scores_of),
             )
-            responses, scores, metrics = found.responses, found.scores, found.metrics
+            responses, scores, metrics = resampled
         if draws.needed is not None:
             metrics["cut_prompts"] = len(draws.prompts) - draws.needed
         metrics |= version_metrics(responses, iteration)
@@ -145,8 +144,8 @@ class RolloutSampler:
             return []
         iteration = self.progress.iteration
         key = (self._config.run.seed, iteration, *more)
-        found = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
-        return found if self._rollouts is None else [each.drawn_by(iteration) for each in found]
+        drawn = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
+        return drawn if self._rollouts is None else [each.drawn_by(iteration) for each in drawn]
 
 
 def _source(

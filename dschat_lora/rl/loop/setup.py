@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
@@ -100,8 +100,9 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     check_layers(config, sources, group)
     config = _with_ruled_rates(config, sources, run)
     tokenizer = _load_tokenizer(config, sources)
-    own = config.reference
-    reference = ActorAsItWas() if own is None else own.load(config, tokenizer, sources, run)
+    reference: Reference = ActorAsItWas()
+    if (own := config.reference) is not None:
+        reference = cast(Reference, own.load(config, tokenizer, sources, run))
     player: Player = OneTurn()
     for playing in config.players:
         player = playing.player(config, tokenizer, run.closing)
@@ -158,10 +159,10 @@ def _read_data(
     check_others(config, len(prompts.train))
 
     def read(data: DataConfig, name: str, remedy: str) -> Prepared:
-        found = read_data(data, tokenizer, run, phase=3, kind="samples", name=name)
-        if found.audit.supervised_tokens == 0:
+        prepared = read_data(data, tokenizer, run, phase=3, kind="samples", name=name)
+        if prepared.audit.supervised_tokens == 0:
             raise ValueError(remedy)
-        return found
+        return prepared
 
     text, name = None, config.pretraining.unsupervised_dataset_name
     if (data := text_data(config)) is not None:
@@ -183,7 +184,7 @@ def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
 
 def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfConfig]) -> RlhfConfig:
     """With rates by published rules for roles whose ``learning_rate`` is auto; shown, recorded."""
-    found = {"actor": config.actor, "critic": config.critic}
+    roles = {"actor": config.actor, "critic": config.critic}
     for role, options in config.trained.items():
         if options.learning_rate != "auto":
             continue
@@ -195,11 +196,11 @@ def _with_ruled_rates(config: RlhfConfig, sources: Sources, run: OpenRun[RlhfCon
         rates = ruled_rates(model.model_type, size, stage=stage, factor=factor, lora=lora)
         typed = f"{role}_lora_learning_rate" in config.given
         adapter = options.lora_learning_rate if typed else rates.adapter
-        found[role] = replace(options, ruled=(rates.base, adapter))
+        roles[role] = replace(options, ruled=(rates.base, adapter))
         rate = adapter if lora.lora_dim else rates.base
         run.log.say(f"  rate         {role} {rate:.3g} by auto: {rates.reason}")
-        run.record.update({"rates": {role: each.ruled for role, each in found.items()}})
-    return replace(config, actor=found["actor"], critic=found["critic"])
+        run.record.update({"rates": {role: each.ruled for role, each in roles.items()}})
+    return replace(config, actor=roles["actor"], critic=roles["critic"])
 
 
 def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
@@ -303,13 +304,13 @@ def _identity(setup: RlhfSetup) -> dict[str, Any]:
             return ""
         return f"{base_fingerprint(role.model)} {adapter_fingerprint(role.model)}"
 
-    found = state_identity(roles.actor, setup.tokenizer, data.prompts, actor) | {
+    identity = state_identity(roles.actor, setup.tokenizer, data.prompts, actor) | {
         "critic": fingerprint(roles.reward or roles.critic) or None,
         "text": None if data.text is None else data.text.train.identity,
         "rows": len(data.prompts.train),
     }
     if setup.config.reference is not None:
-        found |= setup.reference.identity(fingerprint(roles.reference))
+        identity |= setup.reference.identity(fingerprint(roles.reference))
     if data.answers is not None:
-        found["answers"] = data.answers.prepared.train.identity
-    return found
+        identity["answers"] = data.answers.prepared.train.identity
+    return identity

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
+from dschat_lora.config.groups import BatchConfig
+from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
@@ -86,11 +87,10 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
             "--reward_function a function that scores: nothing tells what a response is worth"
         )
     rewards = config.rewards
-    judge = () if rewards.judge_function is None else (rewards.judge_function,)
-    named = {"reward_function": rewards.reward_function, "reward_gate": rewards.reward_gate}
-    for option, names in (named | {"judge_function": judge}).items():
-        for name in names:
-            check_scorer(option, name)
+    for name in rewards.reward_function:
+        check_scorer("reward_function", name)
+    if rewards.judge_function is not None:
+        check_scorer("judge_function", rewards.judge_function)
     for own in config.players:
         own.check_player(config)
     if all(map(gives_one_reward, rewards.reward_function)):
@@ -126,19 +126,23 @@ def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse options of experts of a role that adapts none."""
     for role, options in config.trained.items():
-        prefix = f"{role}_expert_"
-        given = {n.removeprefix(f"{role}_") for n in config.given if n.startswith(prefix)}
+        given = {name for name in _given_to(config, role) if name.startswith("expert_")}
         with option_errors_for(role):
             lora = options.lora(config.classic.only_optimize_lora)
             check_lora_options(lora, frozenset(given))
 
 
+def _given_to(config: RlhfConfig, role: str) -> frozenset[str]:
+    """Options of the role that were typed, without its name."""
+    return frozenset(n.removeprefix(f"{role}_") for n in config.given if n.startswith(f"{role}_"))
+
+
 def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
     """The role's options with those of the adapter that it continues."""
     options: RoleConfig = getattr(config, role)
-    given = frozenset(n.removeprefix(f"{role}_") for n in config.given if n.startswith(f"{role}_"))
     with option_errors_for(role):
-        lora = continued_lora(options.lora(config.classic.only_optimize_lora), source, given)
+        lora = options.lora(config.classic.only_optimize_lora)
+        lora = continued_lora(lora, source, _given_to(config, role))
     names = ("lora_dim", "lora_alpha", "use_rslora", "expert_lora_dim", "expert_lora_alpha")
     return replace(options, **{name: getattr(lora, name) for name in names})
 
@@ -171,7 +175,7 @@ def fit_lengths(config: RlhfConfig, limits: Iterable[int | None]) -> RlhfConfig:
 
 def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the bits of the bases, where those of all roles are the same."""
-    found = set()
+    of_roles = set()
     for role, options in config.trained.items():
         with option_errors_for(role):
             bits = settled_base_bits(
@@ -181,8 +185,8 @@ def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
                 trains=config.optim.num_train_epochs > 0,
                 tensor_parallel_size=config.parallel.tensor_parallel_size,
             )
-        found.add(bits)
-    load = replace(config.load, base_bits=bits) if len(found) == 1 else config.load
+        of_roles.add(bits)
+    load = replace(config.load, base_bits=bits) if len(of_roles) == 1 else config.load
     return replace(config, load=load)
 
 
@@ -212,11 +216,6 @@ def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
             f"be 2 or more and divide --per_device_generation_batch_size "
             f"{config.batch.per_device_generation_batch_size}, got {k}"
         )
-
-
-def check_tokenizers(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse a reward model that reads other tokens than the actor writes."""
-    check_vocabularies(config, inputs.sources)
 
 
 def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -255,13 +254,12 @@ def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
         per_device_training_batch_size=batch.per_device_train_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
     )
-    roles = {"actor": config.actor, "critic": config.critic}
-    changed: dict[str, Any] = {
-        name: replace(role, zero_stage=parallel.zero_stage or 0)
-        for name, role in roles.items()
-        if role.zero_stage is None
-    }
-    return replace(config, load=load, batch=own, optim=optim, parallel=parallel, **changed)
+    actor, critic = (
+        replace(role, zero_stage=parallel.zero_stage or 0) if role.zero_stage is None else role
+        for role in (config.actor, config.critic)
+    )
+    config = replace(config, actor=actor, critic=critic, batch=own)
+    return replace(config, load=load, optim=optim, parallel=parallel)
 
 
 def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -292,20 +290,15 @@ def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     return replace(config, batch=batch, optim=optim)
 
 
-def check_kl_horizon(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse a horizon of the adaptive KL coefficient that lets it change its sign."""
-    batch, shares = config.batch, config.parallel.shares(launched_processes())
-    responses = batch.responses * shares
+def check_iterations(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse what an iteration cannot have: a short KL horizon, small budget, other attention."""
+    responses = config.batch.responses * config.parallel.shares(launched_processes())
     horizon = config.ppo.kl_horizon
     if config.ppo.adaptive_kl_target and 5 * horizon <= responses:
         raise ValueError(
             f"--kl_horizon {horizon} is too short for {responses} responses an iteration: the "
             f"coefficient could change its sign; use more than {responses // 5}"
         )
-
-
-def check_budget(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse micro-batches that hold no whole response."""
     tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
     if 0 < tokens < longest:
         raise ValueError(
@@ -313,10 +306,6 @@ def check_budget(config: RlhfConfig, inputs: RlhfInputs) -> None:
             f"be {longest} or more (--max_prompt_seq_len {config.data.max_prompt_seq_len} + "
             f"--max_answer_seq_len {config.data.max_answer_seq_len})"
         )
-
-
-def check_attention(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse attention that does not decode."""
     if config.load.attn_implementation == "flex_attention":
         raise ValueError(
             "--attn_implementation flex_attention does not decode: step 3 takes sdpa or eager"
@@ -337,11 +326,12 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
 def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With blocks recomputed whose inputs are to be on the host."""
     option, own = "gradient_checkpointing", config.trained
-    found = recomputing(config.parallel, {f"{n}_{option}": getattr(own[n], option) for n in own})
-    changed: dict[str, Any] = {
-        n: replace(own[n], gradient_checkpointing=found[f"{n}_{option}"]) for n in own
+    typed = {f"{n}_{option}": role.gradient_checkpointing for n, role in own.items()}
+    settled = recomputing(config.parallel, typed)
+    roles: dict[str, Any] = {
+        n: replace(role, gradient_checkpointing=settled[f"{n}_{option}"]) for n, role in own.items()
     }
-    return replace(config, **changed)
+    return replace(config, **roles)
 
 
 def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
@@ -408,15 +398,13 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_base_bits,
     check_tensor_parallel,
     check_num_generations,
-    check_tokenizers,
+    check_vocabularies,
     lambda config, _: through_addons(config, "before_data"),
     check_data,
     with_deepspeed_json,
     with_default_responses,
     with_whole_steps,
-    check_kl_horizon,
-    check_budget,
-    check_attention,
+    check_iterations,
     check_zero_stages,
     with_recomputation,
     check_output_dir,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import provided
 from dschat_lora.config.groups import require, require_numbers
-from dschat_lora.config.options import option
+from dschat_lora.config.options import When, option
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.names import Function, called, is_own, load_object, of_addons
 
@@ -23,30 +23,29 @@ CLIP = {"cliprange": "cliprange_low", "cliprange_high": "cliprange_high"}
 NEEDS = ("groups", "old_logprobs", "values")
 
 
-def by_algorithm(help: str, *, when: Any = "") -> Any:
+def by_algorithm(help: str, *, when: When = "") -> Any:
     """An option whose default is that of ``--algorithm``."""
     return option(None, help=help, settled="by --algorithm", when=when)
 
 
-def where_rewards_teach(name: str) -> Callable[[Callable[[str], Any]], str]:
+def _where(name: str, holds: Callable[[Callable[[str], Any]], bool]) -> When:
+    """The condition of an option that has an effect with algorithms of which something holds."""
+    return lambda value: (
+        "" if holds(value) else no_effect(name, f" with --algorithm {value('algorithm')}")
+    )
+
+
+def where_rewards_teach(name: str) -> When:
     """The condition of an option that has an effect where what is learnt are rewards."""
-
-    def message(value: Callable[[str], Any]) -> str:
-        teaches = value("rules").learns_from_rewards
-        return "" if teaches else no_effect(name, f" with --algorithm {value('algorithm')}")
-
-    return message
+    return _where(name, lambda value: value("rules").learns_from_rewards)
 
 
-def of_some(name: str, read: str = "") -> Callable[[Callable[[str], Any]], str]:
+def of_some(name: str, read: str = "") -> When:
     """The condition of an option that has an effect where the algorithm reads it, or ``read``."""
-
-    def message(value: Callable[[str], Any]) -> str:
-        if (read or name) in value("rules").reads or is_users(value("algorithm")):
-            return ""  # a function of the user's may read any
-        return no_effect(name, f" with --algorithm {value('algorithm')}")
-
-    return message
+    # A function of the user's may read any.
+    return _where(
+        name, lambda value: (read or name) in value("rules").reads or is_users(value("algorithm"))
+    )
 
 
 of_critic = partial(option, when="has_critic")
@@ -200,15 +199,15 @@ def find_algorithm(name: str) -> Algorithm:
             f"--algorithm must be one of {', '.join(known)}, or module:object of your own "
             f"such as my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
         )
-    found = load_object("algorithm", name, "algorithm")
-    if isinstance(found, Algorithm):
-        return found
-    if not callable(found):
+    own = load_object("algorithm", name, "algorithm")
+    if isinstance(own, Algorithm):
+        return own
+    if not callable(own):
         raise ValueError(
             f"--algorithm {name} must be a function that gives advantages, or a "
-            f"dschat_lora.Algorithm, it is of type {type(found).__name__}"
+            f"dschat_lora.Algorithm, it is of type {type(own).__name__}"
         )
-    return Algorithm(found)
+    return Algorithm(own)
 
 
 @dataclass(frozen=True)

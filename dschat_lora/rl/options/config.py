@@ -23,7 +23,7 @@ GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 
 of_sampling = partial(option, when="do_sample")
 of_sum = partial(option, when="has_shaped_sum")
-of_calls = partial(option, when="reward_function or reward_gate")
+of_calls = partial(option, when="reward_function")
 
 
 def _where_counted(value: Callable[[str], Any]) -> str:
@@ -95,9 +95,6 @@ class RolloutConfig:
     )
     do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
     temperature: float = option(1.0, help="of sampling and of all log-probabilities")
-    rollout_temperature: float | None = of_sampling(
-        None, help="of sampling, if not --temperature; --importance_cap weighs for the difference"
-    )
     top_p: float = of_sampling(
         1.0, help="sample from the likeliest tokens of this probability mass"
     )
@@ -115,8 +112,7 @@ class RolloutConfig:
         update = ("per_device_training_batch_size", "gradient_accumulation_steps")
         require_numbers(self, ">= 1", *rollout, *update, "max_num_seqs")
         require_numbers(self, ">= 0", "tokens_per_device", "top_k")
-        greedy = ">= 1e-06 (greedy: --no-do_sample)"
-        require_numbers(self, greedy, "temperature", "rollout_temperature")
+        require_numbers(self, ">= 1e-06 (greedy: --no-do_sample)", "temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
@@ -168,12 +164,7 @@ class RolloutConfig:
     @property
     def draws_from_policy(self) -> bool:
         """Whether responses are drawn from the very distribution that learns."""
-        return self.only_filters and self.top_p == 1 and self.top_k == 0
-
-    @cached_property
-    def only_filters(self) -> bool:
-        """Whether it is that distribution but for top-p and top-k."""
-        return self.do_sample and self.rollout_temperature in (None, self.temperature)
+        return self.do_sample and self.top_p == 1 and self.top_k == 0
 
 
 def check_weights(weights: Sequence[float], count: int, *, has_model: bool = True) -> None:
@@ -184,13 +175,13 @@ def check_weights(weights: Sequence[float], count: int, *, has_model: bool = Tru
     """
     if not weights or len(weights) == count:
         return
-    found = (
+    counts = (
         f"--reward_weights has {len(weights)} weights for {count} functions of --reward_function"
     )
     if len(weights) != count + 1:
-        raise ValueError(f"{found}: give one for each, and last one for the reward model, if any")
+        raise ValueError(f"{counts}: give one for each, and last one for the reward model, if any")
     if not has_model:
-        raise ValueError(f"{found}, and there is no reward model for the last one")
+        raise ValueError(f"{counts}, and there is no reward model for the last one")
 
 
 @dataclass(frozen=True)
@@ -213,16 +204,8 @@ class RewardsConfig:
         "names, and last that of the reward model, if there is one; 1 each by default",
         when=where_rewards_teach("reward_weights"),
     )
-    reward_gate: tuple[str, ...] = of_sum(
-        (),
-        help="functions, named as those of --reward_function: where one of them scores 0 or less, "
-        "the response scores at most 0, whatever else it is worth",
-        runs="object",
-    )
-    reward_batch: Literal["all", "group"] = option(
-        "all",
-        help="responses of a call: all that a process has, or those to one prompt",
-        when="reward_function or reward_gate",
+    reward_batch: Literal["all", "group"] = of_calls(
+        "all", help="responses of a call: all that a process has, or those to one prompt"
     )
     reward_retries: int = of_calls(
         0, help="further calls of a reward function, or of what answers the actor, that failed"
@@ -260,12 +243,10 @@ class RewardsConfig:
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "clip_reward_value", "missing_eos_penalty")
         require_numbers(self, ">= 0", "soft_overlong_tokens", "reward_retries", "reward_timeout")
-        for field in ("reward_function", "reward_gate"):
-            names = getattr(self, field)
-            if isinstance(names, str):
-                object.__setattr__(self, field, (names,))
-            for name in getattr(self, field):
-                check_name(field, name)
+        if isinstance(self.reward_function, str):
+            object.__setattr__(self, "reward_function", (self.reward_function,))
+        for name in self.reward_function:
+            check_name("reward_function", name)
         if self.judge_function is not None:
             check_name("judge_function", self.judge_function)
         weights = self.reward_weights

@@ -3,12 +3,17 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed, load
 from dschat_lora.config.groups import require
 from dschat_lora.rl.options.names import addon_name, called, is_own, load_object, made
+
+if TYPE_CHECKING:
+    from dschat_lora.rl.options.config import RlhfConfig
+    from dschat_lora.rl.options.inputs import RlhfInputs, Sources
+    from dschat_lora.runtime.run import OpenRun
 
 
 class EngineError(Exception):
@@ -38,7 +43,7 @@ class EngineFacts:
     make: str = ""  # makes it of an EngineSite
     start: str = ""  # of a config, its sources and the run, before models take memory
     check_options: str = ""  # of a config and the inputs, without torch; raises ValueError
-    own: Any = None  # a user's class or object
+    own: object = None  # a user's class or object
     exact: bool = False  # its log-probabilities are those of the code that trains
     in_process: bool = True  # it draws in the processes that train
     needs_whole_weights: bool = False  # of the actor, on each device
@@ -53,23 +58,26 @@ class EngineFacts:
         """Whether an engine of the package computes here, with the actor's own modules."""
         return self.own is None and self.in_process and self.same_model
 
-    def check(self, config: Any, inputs: Any) -> None:
+    def check(self, config: "RlhfConfig", inputs: "RlhfInputs") -> None:
         """Refuse options that the engine does not take."""
         if self.check_options:
             called(self.check_options)(config, inputs)
         elif hasattr(self.own, "check"):
-            engine_object(self.own).check(config)
+            cast(Any, engine_object(self.own)).check(config)
 
-    def prepare(self, config: Any, sources: Any, run: Any) -> Any:
+    def prepare(
+        self, config: "RlhfConfig", sources: "Sources", run: "OpenRun[RlhfConfig]"
+    ) -> object:
         """What has to be there before models take memory; None where nothing has, or will run."""
         if not self.start or run.directory is None:
             return None
         return called(self.start)(config, sources, run)
 
-    def bytes_beside_training(self, config: Any) -> int:
+    def bytes_beside_training(self, config: "RlhfConfig") -> int:
         """Bytes of a device that it takes while the actor trains, as far as it knows."""
-        known = hasattr(self.own, "bytes_beside_training")
-        return int(engine_object(self.own).bytes_beside_training(config)) if known else 0
+        if not hasattr(self.own, "bytes_beside_training"):
+            return 0
+        return int(cast(Any, engine_object(self.own)).bytes_beside_training(config))
 
 
 ENGINES = {
@@ -85,12 +93,12 @@ ENGINES = {
 
 def known_engines() -> dict[str, EngineFacts]:
     """What engines by name say of themselves; those of another package are not imported for it."""
-    found = dict(ENGINES)
+    known = dict(ENGINES)
     for addon in installed().values():
         for name, path in addon.provides.get("rollout_engine", {}).items():
             facts = load(path) if addon.name in ADDONS else EngineFacts()
-            found[name] = facts(name) if callable(facts) else facts
-    return found
+            known[name] = facts(name) if callable(facts) else facts
+    return known
 
 
 def engines_help() -> str:
@@ -113,7 +121,7 @@ def engine_facts(name: str) -> EngineFacts:
     """
     if name in ENGINES:
         return ENGINES[name]
-    own: Any = load_object("rollout_engine", name)
+    own = load_object("rollout_engine", name)
     if isinstance(own, EngineFacts):
         return own
     if not callable(getattr(own, "draw", None)):
@@ -138,14 +146,14 @@ def check_engine(name: str) -> None:
 
 
 # Of users' classes, from the check of options until a run takes them.
-_objects: dict[type, Any] = {}
+_objects: dict[type, object] = {}
 
 
-def engine_object(own: Any, *, is_taken: bool = False) -> Any:
+def engine_object(own: object, *, is_taken: bool = False) -> object:
     """A user's engine: the object, or one of the class, which is made once for a run."""
     if not isinstance(own, type):
         return own
-    found = _objects.pop(own, None) or made("rollout_engine", own.__name__, own)
+    engine = _objects.pop(own, None) or made("rollout_engine", own.__name__, own)
     if not is_taken:
-        _objects[own] = found
-    return found
+        _objects[own] = engine
+    return engine

@@ -24,8 +24,8 @@ class Sources:
     @property
     def by_role(self) -> dict[str, ModelSource]:
         """Those that are there."""
-        found = {"actor": self.actor, "critic": self.critic, self.reference_role: self.reference}
-        return {role: source for role, source in found.items() if source is not None}
+        roles = {"actor": self.actor, "critic": self.critic, self.reference_role: self.reference}
+        return {role: source for role, source in roles.items() if source is not None}
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,24 @@ class RlhfInputs:
 def find_sources(config: RlhfConfig) -> Sources:
     """Actor, critic and a reference of its own; a ValueError names the role's option."""
 
-    def find(role: str, name: str | None, task: str) -> ModelSource:
+    def find(role: str, name: str | None, task: str = "CAUSAL_LM") -> ModelSource:
         return find_of_kind(name, (task,), option=f"--{role}_model_name_or_path")
 
-    actor = find("actor", config.actor.model_name_or_path, "CAUSAL_LM")
+    actor = find("actor", config.actor.model_name_or_path)
     name, own = config.critic.model_name_or_path, config.reference
     critic = None if name is None else find("critic", name, "SEQ_CLS")
     if own is None or own.is_served or own.model_name is None:
         return Sources(actor, critic)
-    return Sources(actor, critic, find(own.role, own.model_name, "CAUSAL_LM"), own.role)
+    return Sources(actor, critic, find(own.role, own.model_name), own.role)
 
 
-def check_vocabularies(config: RlhfConfig, sources: Sources) -> None:
+def check_vocabularies(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse a reward model or reference whose files have another vocabulary than the actor's.
 
     Other differences of tokenizers show once they are loaded.
     """
-    mine = Path(sources.actor.tokenizer) / "tokenizer.json"
-    for role, source in sources.by_role.items():
+    mine = Path(inputs.sources.actor.tokenizer) / "tokenizer.json"
+    for role, source in inputs.sources.by_role.items():
         other = Path(source.tokenizer) / "tokenizer.json"
         if not (mine.is_file() and other.is_file()) or mine.read_bytes() == other.read_bytes():
             continue
@@ -145,7 +145,6 @@ def note_options(config: RlhfConfig, inputs: RlhfInputs) -> None:
     batch = config.batch
     if batch.do_sample and not batch.draws_from_policy and config.ppo.correction is None:
         say_once(
-            "  note         --top_p, --top_k and --rollout_temperature draw from another "
-            "distribution than the one that learns: --importance_cap 2 weighs tokens for the "
-            "difference"
+            "  note         --top_p and --top_k draw from another distribution than the one that "
+            "learns: --importance_cap 2 weighs tokens for the difference"
         )

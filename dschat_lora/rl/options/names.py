@@ -14,7 +14,7 @@ from dschat_lora.runtime.checks import check_function, imported
 Function = Callable[..., Any] | str  # or module:function, which is imported when it is called
 _ADDRESS = re.compile(r"https?://[^/?#\s@]+(/[^?#\s]*)?")
 # Of options whose values are named by the seam of another one.
-_SEAMS = {"reward_gate": "reward_function", "judge_function": "reward_function"}
+_SEAMS = {"judge_function": "reward_function"}
 # By option the names that are the package's own, which no add-on may have.
 OWN_NAMES: Mapping[str, tuple[str, ...]] = {
     "rollout_engine": ("own",),
@@ -26,7 +26,7 @@ OWN_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def of_addons(option: str) -> Mapping[str, str]:
-    """``module:object`` by the names that add-ons provide for an option; gates and judges score."""
+    """``module:object`` by the names that add-ons provide for an option; judges score."""
     seam = _SEAMS.get(option, option)
     return provided(seam, *OWN_NAMES.get(seam, ())) if seam in SEAMS else {}
 
@@ -83,16 +83,17 @@ def check_name(option: str, name: str) -> None:
 
 def called(function: Function) -> Callable[..., Any]:
     """A function, imported if it is given by name."""
-    found: Any = pkgutil.resolve_name(function) if isinstance(function, str) else function
-    return cast(Callable[..., Any], found)
+    if not isinstance(function, str):
+        return function
+    return cast(Callable[..., Any], pkgutil.resolve_name(function))
 
 
 def load_object(option: str, name: str, kind: str = "") -> object:
     """What ``module:object``, a name of an add-on or an object of Python stands for."""
     if is_held(name):
         return held_object(name, option)
-    found = imported(option, object_path(option, name), kind)
-    return found(name) if begins_values(addon_name(option, name)) else found
+    named = imported(option, object_path(option, name), kind)
+    return named(name) if begins_values(addon_name(option, name)) else named
 
 
 def check_scorer(option: str, name: str) -> None:
@@ -103,12 +104,12 @@ def check_scorer(option: str, name: str) -> None:
         check_function(option, object_path(option, name))
 
 
-def made(option: str, name: str, found: Any) -> Any:
+def made(option: str, name: str, own: object) -> object:
     """An object of the user's, or one of their class, which must take no arguments."""
-    if not isinstance(found, type):
-        return found
+    if not isinstance(own, type):
+        return own
     try:
-        return found()
+        return own()
     except TypeError as error:
         raise ValueError(
             f"--{option} {name} is called without arguments: {error}; name an object instead"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from dschat_lora.config.groups import (
     DEFAULT_RANK,
@@ -21,10 +21,16 @@ from dschat_lora.config.groups import (
 from dschat_lora.config.options import accepted, hidden, option
 from dschat_lora.config.when import no_effect
 
+if TYPE_CHECKING:
+    from dschat_lora.models.loading import Tokenizer
+    from dschat_lora.rl.options.config import RlhfConfig
+    from dschat_lora.rl.options.inputs import Sources
+    from dschat_lora.runtime.run import OpenRun
+
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
 
 
-def as_in(config: type[LoraConfig | ModelConfig], name: str, **different: Any) -> Any:
+def as_in(config: type[LoraConfig | ModelConfig], name: str, **different: str | None) -> Any:
     """An option that another group has too, among the other options of its role."""
     own = config.__dataclass_fields__[name]
     return field(default=own.default, metadata={**own.metadata, **different})
@@ -158,13 +164,19 @@ class ReferenceOptions(Protocol):
     def model(self, load: LoadConfig) -> ModelConfig:
         """Options of loading its model."""
 
-    def logit_bytes(self, config: Any) -> int | None:
+    def logit_bytes(self, config: "RlhfConfig") -> int | None:
         """Bytes for each logit of a chunk that a loss of its own takes; None: it has no such."""
 
-    def scorer(self) -> Any:
+    def scorer(self) -> object:
         """The :class:`~dschat_lora.rl.score.scores.Scorer` of runs that nothing else scores."""
 
-    def load(self, config: Any, tokenizer: Any, sources: Any, run: Any) -> Any:
+    def load(
+        self,
+        config: "RlhfConfig",
+        tokenizer: "Tokenizer",
+        sources: "Sources",
+        run: "OpenRun[RlhfConfig]",
+    ) -> object:
         """The :class:`~dschat_lora.rl.learn.reference.Reference`; call on every rank."""
 
 

@@ -34,11 +34,11 @@ def in_thread(function: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
     def run() -> None:
         with suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
             try:
-                found = function()
+                result = function()
             except BaseException as error:  # noqa: BLE001 - raised again by result()
                 future.set_exception(error)
             else:
-                future.set_result(found)
+                future.set_result(result)
 
     threading.Thread(target=run, daemon=True).start()
     return future

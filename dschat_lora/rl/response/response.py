@@ -104,8 +104,8 @@ class Response:
 
     def rewarded(self, reward: float | None) -> "Response":
         """The response with a reward of its own; None for one that is not to count."""
-        found = None if reward is None else float(reward)
-        return replace(self, episode=replace(self.episode, reward=found))
+        reward = None if reward is None else float(reward)
+        return replace(self, episode=replace(self.episode, reward=reward))
 
     def drawn_by(self, policy_version: int) -> "Response":
         """The response of an adapter that had learnt from so many iterations."""
@@ -114,8 +114,8 @@ class Response:
     @property
     def row(self) -> dict[str, Any]:
         """The row of data."""
-        found: dict[str, Any] = json.loads(self.columns or b"{}")
-        return found
+        row: dict[str, Any] = json.loads(self.columns or b"{}")
+        return row
 
     def __len__(self) -> int:
         return sum(len(each.prompt) + len(each.tokens) for each in self.sequences)
@@ -204,8 +204,8 @@ def share_responses(
     """
     if as_json:
         shares = map(json.loads, gather_texts(responses_as_json(own)))
-        found = {int(n): fields for share in shares for n, fields in share.items()}
-        return [response_from_json(found[n], blank[n].columns, n) for n in sorted(found)]
+        of_all = {int(n): fields for share in shares for n, fields in share.items()}
+        return [response_from_json(of_all[n], blank[n].columns, n) for n in sorted(of_all)]
     # (n, 4 + 3 width) fp64: numbers, tokens and fp32 values, which are exact in it.
     table = torch.full((len(own), 4 + 3 * width), -1, dtype=torch.float64)
     for row, (number, each) in zip(table, own.items(), strict=True):
@@ -239,12 +239,12 @@ _NAMES = (
 
 def responses_as_json(responses: Mapping[int, Response]) -> str:
     """Responses by number, without their prompts' columns."""
-    found = {}
+    by_number = {}
     for number, each in responses.items():
         fields = {**vars(each), "columns": b"", **vars(each.episode), **vars(each.origin)}
         fields["earlier_sequences"] = [*map(asdict, each.episode.earlier_sequences)]
-        found[number] = {name: fields[name] for name in _NAMES}
-    return json.dumps(found, default=bytes.decode)
+        by_number[number] = {name: fields[name] for name in _NAMES}
+    return json.dumps(by_number, default=bytes.decode)
 
 
 def response_from_json(fields: Mapping[str, Any], columns: bytes, place: int = 0) -> Response:

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -107,21 +107,20 @@ class RewardFunction(UserFunction):
         own = getattr(self.function, "reward_name", "")
         return self.own_names or (own or self.name.partition("=")[0].rpartition(":")[2],)
 
-    def entries(self, found: Any, count: int) -> list[Any]:
+    def entries(self, returned: object, count: int) -> list[Any]:
         """Of a scorer's lists by name, the scores of each response."""
         names = self.own_names
         if not names:
-            return super().entries(found, count)
-        if not isinstance(found, Mapping) or not {*found} <= {*names}:
-            what = sorted(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+            return super().entries(returned, count)
+        known = returned if isinstance(returned, Mapping) else None
+        if known is None or not {*known} <= {*names}:
+            what = f"a {type(returned).__name__}" if known is None else sorted(known)
             raise ValueError(
                 f"--{self.option} {self.name} returned {what}; it must return scores of the "
                 f"responses by its names {', '.join(names)}"
             )
-        lists = []
-        for name in names:
-            given = found.get(name)
-            lists.append([None] * count if given is None else super().entries(given, count))
+        none, of = [None] * count, super().entries
+        lists = (none if known.get(n) is None else of(known[n], count) for n in names)
         return list(zip(*lists, strict=True))
 
     def __call__(
@@ -172,8 +171,8 @@ class RewardFunction(UserFunction):
         scores: dict[int, list[float]] = {}
         for numbers in calls.values():
             more = {name: [own[n] for n in numbers] for name, own in (beside or {}).items()}
-            found = self.call([responses[n] for n in numbers], state, more)
-            for n, entry in zip(numbers, found, strict=True):
+            entries = self.call([responses[n] for n in numbers], state, more)
+            for n, entry in zip(numbers, entries, strict=True):
                 values = entry if self.own_names else [entry]
                 scores[n] = [self._number(value, responses[n]) for value in values]
         return [scores[n] for n in range(len(responses))]
@@ -207,13 +206,13 @@ class RewardFunctions:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the functions, those of one name numbered from the second on."""
-        found: list[str] = []
+        labels: list[str] = []
         for name in (name for each in self.functions for name in each.names):
             label, number = name, 2
-            while label in (*found, *self.taken):
+            while label in (*labels, *self.taken):
                 label, number = f"{name}_{number}", number + 1
-            found.append(label)
-        return tuple(found)
+            labels.append(label)
+        return tuple(labels)
 
     @property
     def logs(self) -> bool:
@@ -269,11 +268,10 @@ class EpisodeScorer(Scorer):
 
 @dataclass(frozen=True)
 class RewardSum(Scorer):
-    """The weighted sum of what scorers give, which is at most 0 where a gate is 0 or less."""
+    """The weighted sum of what scorers give."""
 
     scorers: tuple[Scorer, ...]
     weights: Mapping[str, float]  # by name, in the order in which they are summed
-    gates: tuple[str, ...]
     decode: Callable[..., str]  # for errors
 
     @property
@@ -298,22 +296,20 @@ class RewardSum(Scorer):
             ScoreError: if the reward model's is not finite, or the sum is more than fp32 holds.
         """
         left_out = to_device(torch.tensor([each.is_left_out for each in responses]), device())
-        found = [scorer(responses, state) for scorer in self.scorers]
+        parts = [scorer(responses, state) for scorer in self.scorers]
         by_name = {
             name: scores.masked_fill(left_out, torch.nan)
-            for each in found
+            for each in parts
             for name, scores in each.by_name.items()
         }
         total = weighted_sum(by_name, self.weights)
-        for gate in self.gates:
-            total = torch.where(by_name[gate] <= 0, total.clamp(max=0), total)
         self._check(responses, total, by_name.get(REWARD_MODEL, torch.zeros_like(total)))
         return Scores(
             total,
             by_name,
             self.weights,
-            metrics={name: value for each in found for name, value in each.metrics.items()},
-            columns={name: column for each in found for name, column in each.columns.items()},
+            metrics={name: value for each in parts for name, value in each.metrics.items()},
+            columns={name: column for each in parts for name, column in each.columns.items()},
         )
 
     def _check(self, responses: Sequence[Response], total: Tensor, model: Tensor) -> None:
@@ -369,7 +365,7 @@ def load_scoring(
     if scorer.weights:
         return Scoring(scorer, judge)
     if config.reference is not None:
-        return Scoring(config.reference.scorer(), judge)
+        return Scoring(cast(Scorer, config.reference.scorer()), judge)
     raise ValueError("nothing gives a reward: give --reward_function or a reward model")
 
 
@@ -381,7 +377,7 @@ def load_scorer(
     episodes: str | None = None,
     beside: Beside | None = None,
 ) -> RewardSum:
-    """The functions of ``--reward_function`` with their weights, and those of ``--reward_gate``.
+    """The functions of ``--reward_function`` with their weights.
 
     With ``has_model`` the reward model is to be added, which :meth:`RewardSum.adding` does.
     ``episodes`` is the name of the reward that the player gives, and ``beside`` what it keeps for
@@ -393,21 +389,18 @@ def load_scorer(
     log, batch = RewardLog(), config.reward_batch
     calls = {"retries": config.reward_retries, "timeout": config.reward_timeout}
     functions = tuple(
-        load_function(option, name, tokenizer, log=log, batch=batch, **calls)
-        for option in ("reward_function", "reward_gate")
-        for name in getattr(config, option)
+        load_function("reward_function", name, tokenizer, log=log, batch=batch, **calls)
+        for name in config.reward_function
     )
     taken = () if episodes is None else (episodes,)
     scorer = RewardFunctions(functions, log, beside, (*taken, REWARD_MODEL))
-    count = sum(len(each.names) for each in functions if each.option == "reward_function")
-    scored, gates = scorer.names[:count], scorer.names[count:]
+    count = len(scorer.names)
     weights = config.reward_weights or (1.0,) * count
     check_weights(weights, count, has_model=has_model)
     of_model = {REWARD_MODEL: (*weights[count:], 1.0)[0]} if has_model else {}
     return RewardSum(
         (*((scorer,) if functions else ()), *map(EpisodeScorer, taken)),
-        {**of_model, **dict(zip(scored, weights, strict=False)), **dict.fromkeys(taken, 1.0)},
-        gates,
+        of_model | dict(zip(scorer.names, weights, strict=False)) | dict.fromkeys(taken, 1.0),
         tokenizer.decode,
     )
 
@@ -420,14 +413,15 @@ def load_function(option: str, name: str, tokenizer: Tokenizer, **calls: Any) ->
     Raises:
         ValueError: if there is none, or it takes no responses.
     """
-    function = find_function(option, name, tokenizer)
-    found = RewardFunction(option, name, function, tokenizer, **calls)
-    names = found.names
+    scorer = RewardFunction(
+        option, name, find_function(option, name, tokenizer), tokenizer, **calls
+    )
+    names = scorer.names
     if not all(isinstance(each, str) and each for each in names) or len({*names}) < len(names):
         raise ValueError(f"--{option} {name} has the names {names}: give texts that differ")
     if len(names) > 1 and option == "judge_function":
         raise ValueError(f"--{option} {name} gives {len(names)} rewards; a judge gives one")
-    return found
+    return scorer
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from dschat_lora.rl.options.names import load_object
 from dschat_lora.rl.response.errors import UserFunctionError
 from dschat_lora.rl.response.response import Response, as_messages, messages_after_prompt, prompt_of
 
+ResultT = TypeVar("ResultT")
 OWN = ("prompts", "responses", "messages", "ended", "rows", "token_ids")
 TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # Of these a function that is called with one response at a time gets one, by the name without s.
@@ -117,7 +118,7 @@ class RewardLog:
         places = {id(each): number for number, each in enumerate(responses)}
         own = [(column, places[key], value) for column, key, value in self.columns if key in places]
 
-        def plain(value: Any) -> Any:  # that JSON lacks: numbers of an array, else text
+        def plain(value: object) -> object:  # that JSON lacks: numbers of an array, else text
             return value.tolist() if hasattr(value, "tolist") else str(value)
 
         try:
@@ -126,13 +127,13 @@ class RewardLog:
             raise RewardError from error
         self.metrics, self.columns = [], []
         values: dict[str, list[float]] = {}
-        found: dict[str, list[Any]] = {}
+        columns: dict[str, list[Any]] = {}
         for metrics, entries in map(json.loads, gather_texts(text)):
             for name, value in metrics:
                 values.setdefault(name, []).append(value)
             for column, place, value in entries:
-                found.setdefault(column, [None] * len(responses))[place] = value
-        return {name: sum(own) / len(own) for name, own in sorted(values.items())}, found
+                columns.setdefault(column, [None] * len(responses))[place] = value
+        return {name: sum(own) / len(own) for name, own in sorted(values.items())}, columns
 
 
 @dataclass(frozen=True)
@@ -219,34 +220,35 @@ class UserFunction:
                 raise RuntimeError(f"{where} failed") from failure
             else:
                 raise failure
-        found = []
+        returned = []
         for _, (value, log) in sorted(done.items()):  # by responses, whichever came first
-            found.append(value)
+            returned.append(value)
             self.log.metrics += log.metrics
             self.log.columns += log.columns
-        return self.entries(found if single else found[0], len(responses))
+        return self.entries(returned if single else returned[0], len(responses))
 
-    def entries(self, found: Any, count: int) -> list[Any]:
+    def entries(self, returned: object, count: int) -> list[Any]:
         """What was returned for each of so many responses.
 
         Raises:
             ValueError: if that is no list of as many.
         """
-        if hasattr(found, "tolist") and not isinstance(found, Tensor):
-            found = found.tolist()  # an array
-        is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
-        if not is_list or len(found) != count:
-            what = f"{len(found)} {self.noun}" if is_list else f"a {type(found).__name__}"
-            raise ValueError(
-                f"--{self.option} {self.name} returned {what} for {count} responses; it must "
-                f"return a list of {self.entry}, for each"
-            )
-        return list(found)
+        if hasattr(returned, "tolist") and not isinstance(returned, Tensor):
+            returned = returned.tolist()  # an array
+        what = f"a {type(returned).__name__}"
+        if isinstance(returned, list | tuple) or (isinstance(returned, Tensor) and returned.dim()):
+            if len(returned) == count:
+                return list(returned)
+            what = f"{len(returned)} {self.noun}"
+        raise ValueError(
+            f"--{self.option} {self.name} returned {what} for {count} responses; it must "
+            f"return a list of {self.entry}, for each"
+        )
 
-    def _within_time(self, returned: Callable[[], Any], count: int) -> Any:
+    def _within_time(self, make: Callable[[], ResultT], count: int) -> ResultT:
         from dschat_lora.rl.response.coroutines import in_thread
 
-        future = in_thread(returned)
+        future: concurrent.futures.Future[ResultT] = in_thread(make)
         try:
             return future.result(self.timeout)
         except concurrent.futures.TimeoutError:
@@ -333,11 +335,11 @@ def find_object(option: str, name: str) -> Callable[..., Any]:
         ValueError: if there is nothing of that name that can be called.
     """
     with same_gradients():
-        found: Any = load_object(option, name, "function")
-    if not (is_held(name) or callable(found) or hasattr(found, "play")):
+        own = load_object(option, name, "function")
+    if not (is_held(name) or callable(own) or hasattr(own, "play")):
         module, _, attribute = name.partition(":")
         raise ValueError(f"--{option} {name}: {module} has no function {attribute}")
-    return cast(Callable[..., Any], found)
+    return cast(Callable[..., Any], own)
 
 
 def check_takes_responses(

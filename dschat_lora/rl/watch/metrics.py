@@ -37,9 +37,9 @@ def iteration_metrics(
     batch, correction = config.batch, config.ppo.correction
     rewards = shaped.rewards if experience.scores_once_known is None else experience.scores
     pairs = zip(experience.responses, experience.counts.tolist(), strict=True)
-    found: dict[str, float | int | None] = {
+    metrics: dict[str, float | int | None] = {
         **update_metrics(results),
-        **sampler_errors(updater.looked, bounds=batch.only_filters),
+        **sampler_errors(updater.computed, bounds=batch.do_sample),
         **response_metrics(experience, rewards, updater.targets, config.ppo.rules),
         **config.response_metrics(experience.responses, [each for each, counts in pairs if counts]),
         "score_clip_fraction": shaped.clip_fraction,
@@ -47,8 +47,8 @@ def iteration_metrics(
     }
     # Sampler and policy may differ by more than rounding.
     if batch.do_sample and (not batch.engine.exact or correction is not None):
-        found |= importance_metrics(updater.importance, updater.experience, correction)
-    return found
+        metrics |= importance_metrics(updater.importance, updater.experience, correction)
+    return metrics
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, float | None]:
@@ -127,22 +127,22 @@ def response_metrics(
 
 def source_metrics(responses: Sequence[Response], names: Sequence[str]) -> dict[str, int]:
     """Responses to the rows of each source, and their tokens."""
-    found: dict[str, int] = {}
+    metrics: dict[str, int] = {}
     for number, name in enumerate(names):
         own = [len(each) for each in responses if each.origin.source == number]
-        found |= {f"samples/{name}": len(own), f"tokens/{name}": sum(own)}
-    return found
+        metrics |= {f"samples/{name}": len(own), f"tokens/{name}": sum(own)}
+    return metrics
 
 
 def rewards_by_name(experience: Experience) -> dict[str, float]:
     """Mean and deviation of each of several rewards, and the metrics that functions logged."""
-    found, alone = {}, set(experience.rewards) == {REWARD_MODEL}
+    metrics, alone = {}, set(experience.rewards) == {REWARD_MODEL}
     for name, scores in experience.rewards.items() if not alone else ():
         counted = scores[experience.counts & ~scores.isnan()].double()
         if len(counted):
-            found[f"reward/{name}"] = float(counted.mean())
-            found[f"reward/{name}_std"] = float(counted.std(correction=0))
-    return found | {f"logged/{name}": value for name, value in experience.logged_metrics.items()}
+            metrics[f"reward/{name}"] = float(counted.mean())
+            metrics[f"reward/{name}_std"] = float(counted.std(correction=0))
+    return metrics | {f"logged/{name}": value for name, value in experience.logged_metrics.items()}
 
 
 def importance_metrics(
@@ -154,13 +154,13 @@ def importance_metrics(
     that bounds cut or mask; nothing of weights where there are none.
     """
     mismatch = experience.mismatch(correction)
-    found = {"rollout_kl": mismatch.kl, "rollout_ratio_max": mismatch.largest_ratio}
+    apart = {"rollout_kl": mismatch.kl, "rollout_ratio_max": mismatch.largest_ratio}
     if importance is None or correction is None:
-        return found
+        return apart
     weights = importance[experience.mask].double()
     name = "importance_masked" if correction.masks else "importance_capped"
     hit = weights == 0 if correction.masks else weights >= correction.cap
-    return found | {"importance_weight": float(weights.mean()), name: float(hit.double().mean())}
+    return apart | {"importance_weight": float(weights.mean()), name: float(hit.double().mean())}
 
 
 def version_metrics(responses: Sequence[Response], iteration: int) -> dict[str, float]:
@@ -198,20 +198,20 @@ def check_sampler(metrics: Mapping[str, Any], dtype: str, rollouts: RolloutConfi
     Raises:
         ValueError: if the two passes differ by more than rounding could make of them.
     """
-    found, limit = metrics.get("sampler_error", 0.0), SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype]
+    error, limit = metrics.get("sampler_error", 0.0), SAMPLER_LIMIT * SAMPLER_TOLERANCE[dtype]
     engine = rollouts.engine
-    if found <= min(limit, ENGINE_LIMIT) or not engine.same_model:
+    if error <= min(limit, ENGINE_LIMIT) or not engine.same_model:
         return
     # An older adapter is another policy.
-    if not engine.in_process and found > ENGINE_LIMIT and not metrics.get("rollout_version_lag"):
+    if not engine.in_process and error > ENGINE_LIMIT and not metrics.get("rollout_version_lag"):
         raise ValueError(
             f"--rollout_engine {rollouts.rollout_engine} draws from another model: its "
-            f"log-probabilities are {found:.2g} nats per token from the actor's (more than "
+            f"log-probabilities are {error:.2g} nats per token from the actor's (more than "
             f"{ENGINE_LIMIT:g}); does it serve the actor's base, in like types?"
         )
-    if engine.in_process and found > limit:
+    if engine.in_process and error > limit:
         raise ValueError(
-            f"the decode loop's log-probabilities are {found:.2g} nats per token from those that "
+            f"the decode loop's log-probabilities are {error:.2g} nats per token from those that "
             f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
             "model is decoded or trained wrongly here, and the run stops"
         )

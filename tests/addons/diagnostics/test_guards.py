@@ -5,11 +5,7 @@ import pytest
 import dschat_lora as dl
 from api.programs import ROLLOUTS, ROWS, brevity, numbers
 from dschat_lora.addons.diagnostics.diagnostics import Diagnostics
-from dschat_lora.addons.diagnostics.options import DiagnosticsOptions
-from dschat_lora.rl.options.config import RlhfConfig
-from helpers.addons import of_addon
 
-DISTILL = of_addon("distill.stage:DistillConfig")
 OPTIONS = {
     **ROLLOUTS,
     **{"max_steps": 5, "eval_prompts": 0, "kl_budget": 1e-3, "rewards": [brevity]},
@@ -54,14 +50,3 @@ def test_a_guard_stops_a_resumed_run_at_the_evaluation_that_its_stop_came_before
     monkeypatch.setattr(Diagnostics, "after_evaluation", after_evaluation)
     run = dl.rlhf(data=ROWS, **options, resume="latest")
     assert run.record["status"] == "stopped by --guard stop at step 1"
-
-
-def test_budgets_that_nothing_watches_are_refused():
-    with pytest.raises(ValueError, match="--kl_budget must be >= 0, got -1.0"):
-        DiagnosticsOptions(kl_budget=-1.0)
-    for guard, config, by in (
-        ("off", RlhfConfig(), "--guard off"),
-        *(("warn", each(), "--algorithm distill") for each in DISTILL),
-    ):
-        with pytest.raises(ValueError, match=f"--kl_budget 2 bounds .* {by} does not watch: leave"):
-            DiagnosticsOptions(guard, 2.0).check(config)

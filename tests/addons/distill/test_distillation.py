@@ -37,19 +37,19 @@ def test_value_and_gradient_are_those_of_trl(beta, temperature):
     )
     expected = torch.autograd.grad(theirs, student)[0]
     own, other = ((x / temperature).log_softmax(-1) for x in (student, teacher))
-    found = generalized_jsd(own, other, beta=beta)[labels != -100].mean()
+    divergence = generalized_jsd(own, other, beta=beta)[labels != -100].mean()
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(divergence, theirs, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(
-        torch.autograd.grad(found, student)[0], expected, rtol=1e-5, atol=1e-7
+        torch.autograd.grad(divergence, student)[0], expected, rtol=1e-5, atol=1e-7
     )
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("beta", [0.0, 0.25, 1.0], ids=["forward", "mixture", "reverse"])
 def test_three_tokens_by_hand(beta):
-    found = generalized_jsd(logs(P), logs(Q), beta=beta).item()
-    assert found == pytest.approx(jsd(P, Q, beta), abs=1e-12)
+    divergence = generalized_jsd(logs(P), logs(Q), beta=beta).item()
+    assert divergence == pytest.approx(jsd(P, Q, beta), abs=1e-12)
 
 
 def test_a_small_share_divided_by_itself_tends_to_the_forward_and_reverse_divergences():
@@ -64,10 +64,10 @@ def test_a_small_share_divided_by_itself_tends_to_the_forward_and_reverse_diverg
 def test_tokens_that_neither_has_add_nothing(beta):
     student = torch.tensor([1.0, 2.0, -math.inf], requires_grad=True)
     teacher = torch.tensor([0.5, 0.0, -math.inf])
-    found = generalized_jsd(student.log_softmax(-1), teacher.log_softmax(-1), beta=beta)
+    divergence = generalized_jsd(student.log_softmax(-1), teacher.log_softmax(-1), beta=beta)
     expected = generalized_jsd(student[:2].log_softmax(-1), teacher[:2].log_softmax(-1), beta=beta)
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found, student)
+    torch.testing.assert_close(divergence, expected)
+    (gradient,) = torch.autograd.grad(divergence, student)
     assert gradient[:2].isfinite().all()
     assert gradient[2] == 0
 
@@ -80,20 +80,20 @@ def test_beside_the_likeliest_tokens_of_the_teacher_all_others_are_one(beta):
         for _ in range(2)
     )
     own, other = student.log_softmax(-1), teacher.log_softmax(-1)
-    found = generalized_jsd(*with_one_rest(own, other, top_k=3), beta=beta)
+    divergence = generalized_jsd(*with_one_rest(own, other, top_k=3), beta=beta)
     for row in range(4):
         chosen = sorted(range(9), key=lambda n: -other[row, n].item())[:3]
         p, q = (
             [each[row, n].exp().item() for n in chosen] for each in (own.detach(), other.detach())
         )
         expected = jsd([*p, 1 - sum(p)], [*q, 1 - sum(q)], beta)
-        assert found[row].item() == pytest.approx(expected, abs=1e-9)
+        assert divergence[row].item() == pytest.approx(expected, abs=1e-9)
 
     def of(x, top_k, y=other):
         return generalized_jsd(*with_one_rest(x, y, top_k=top_k), beta=beta)
 
     whole = generalized_jsd(own, other, beta=beta)
-    assert (found <= whole + 1e-12).all()
+    assert (divergence <= whole + 1e-12).all()
     torch.testing.assert_close(of(own, 8), whole)
     torch.testing.assert_close(of(own, 9), whole, rtol=0, atol=0)
     fixed = other.detach()

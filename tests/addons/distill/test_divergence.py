@@ -68,8 +68,8 @@ def test_chunks_give_values_and_gradients_of_whole_logits(monkeypatch, beta, mor
     torch.testing.assert_close(logprobs, p[range(N), tokens])
     torch.testing.assert_close(entropies, -(p.exp() * p).sum(-1))
     assert not entropies.requires_grad
-    found = torch.autograd.grad((scale * divergences).sum(), wanted)
-    for ours, theirs in zip(found, gradients, strict=True):
+    result = torch.autograd.grad((scale * divergences).sum(), wanted)
+    for ours, theirs in zip(result, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -93,9 +93,9 @@ def test_drawn_tokens_are_compared_over_the_vocabulary_that_both_have(larger):
         assert entropies.requires_grad
         torch.testing.assert_close(entropies[0], -(p[row].exp() * p[row]).sum())
     logits = teacher.get_output_embeddings()(other)
-    found = policies["reference"].head.of_logits(logits, tokens[:N], TEMPERATURE)
+    result = policies["reference"].head.of_logits(logits, tokens[:N], TEMPERATURE)
     of_states = policies["reference"].head(other, tokens[:N], TEMPERATURE)
-    torch.testing.assert_close(found, of_states)
+    torch.testing.assert_close(result, of_states)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -105,13 +105,13 @@ def test_the_likeliest_tokens_are_the_teachers_at_each_position(monkeypatch, bet
     own, other = states(1), states(2)
     monkeypatch.setattr(causal_lm, "MAX_CHUNK_LOGITS", 4 * (VOCAB + 5))
     head = DivergenceHead(student, teacher, beta=beta, top_k=3)
-    _, _, found = head(own, other, torch.arange(N) % VOCAB, TEMPERATURE)
+    _, _, result = head(own, other, torch.arange(N) % VOCAB, TEMPERATURE)
     p, q = (
         (each.get_output_embeddings()(x)[:, :VOCAB] / TEMPERATURE).log_softmax(-1)
         for each, x in ((student, own), (teacher, other))
     )
     expected = generalized_jsd(*with_one_rest(p, q, top_k=3), beta=beta)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_logits_that_a_model_made_itself_are_taken_as_they_are():
@@ -119,9 +119,9 @@ def test_logits_that_a_model_made_itself_are_taken_as_they_are():
     own, other, tokens = states(1), states(2), torch.arange(N) % VOCAB
     head = DivergenceHead(student, teacher, beta=0.5)
     logits = [each.get_output_embeddings()(x) for each, x in ((student, own), (teacher, other))]
-    found = head(*logits, tokens, TEMPERATURE, are_logits=(True, True))
+    result = head(*logits, tokens, TEMPERATURE, are_logits=(True, True))
     mixed = head(logits[0], other, tokens, TEMPERATURE, are_logits=(True, False))
-    for a, b, c in zip(found, mixed, head(own, other, tokens, TEMPERATURE), strict=True):
+    for a, b, c in zip(result, mixed, head(own, other, tokens, TEMPERATURE), strict=True):
         torch.testing.assert_close(a, c)
         torch.testing.assert_close(b, c)
 
@@ -149,10 +149,10 @@ def test_estimated_bytes_of_a_chunk_are_those_that_torchs_profiler_counts(
     head = DivergenceHead(*both, beta=config.reference.beta, entropy_trains=entropy_coef > 0)
     own, other = torch.randn(2, 2 * rows, width).unbind()
     tokens = torch.zeros(2 * rows, dtype=torch.int64)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as result:
         _, entropies, divergences = head(own.requires_grad_(), other, tokens, TEMPERATURE)
         (divergences.sum() - (entropies.sum() if entropy_coef else 0)).backward()
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in result.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda each: each.start_ns())
     changes = torch.tensor([each.nbytes() for each in events])
     per_logit = float(changes.cumsum(0).max()) / (vocabulary * rows)

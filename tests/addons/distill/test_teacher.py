@@ -1,7 +1,6 @@
 """Distillation: what a teacher reads and says, what weights it takes, and what is refused."""
 
 import json
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,14 +10,11 @@ from transformers import AutoTokenizer
 
 import dschat_lora as dl
 from api.programs import ROWS, brevity, numbers
-from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.addons.distill import teacher as teacher_module
 from dschat_lora.addons.distill.config import TeacherConfig
-from dschat_lora.addons.distill.stage import DistillConfig
 from dschat_lora.addons.distill.teacher import TeacherPrompts, TeacherScorer, answer_of
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.config.options import parse_config
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.rows import DEFAULT_OPTIONS, RowOptions
@@ -26,9 +22,7 @@ from dschat_lora.data.samples import SequenceSample
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.rl.learn.engines import Engines
 from dschat_lora.rl.learn.experience import Experience, advantages_and_returns
-from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
 
@@ -71,9 +65,9 @@ def test_a_system_message_is_rendered_with_messages_and_stands_before_text(token
         Response(own, (7,), True, 0, columns),
         Response(tuple(encode(["Hi"])[0]), (5,), True, 1, b'{"prompt": "Hi"}'),
     ]
-    found = prompts_of(tokenizer, "Be brief. ")(answered)
-    assert [each.prompt for each in found] == [each.prompt for each in answered]
-    read = [tokenizer.decode(each.reference_prompt) for each in found]
+    responses = prompts_of(tokenizer, "Be brief. ")(answered)
+    assert [each.prompt for each in responses] == [each.prompt for each in answered]
+    read = [tokenizer.decode(each.reference_prompt) for each in responses]
     rendered = make_chat(tokenizer).render(
         [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "Hi"}],
         add_generation_prompt=True,
@@ -86,8 +80,8 @@ def test_a_system_message_is_rendered_with_messages_and_stands_before_text(token
 def test_a_system_message_heads_a_row_of_any_layout_and_joins_its_own(tokenizer):
     def read(row, options=DEFAULT_OPTIONS):
         asked = replace(prompts_of(tokenizer, "Be brief."), options=options)
-        (found,) = asked([Response((5,), (6,), True, 0, json.dumps(row).encode())])
-        return tokenizer.decode(found.reference_prompt)
+        (response,) = asked([Response((5,), (6,), True, 0, json.dumps(row).encode())])
+        return tokenizer.decode(response.reference_prompt)
 
     def rendered(system, text="Hi"):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -155,10 +149,10 @@ def test_an_answer_of_the_data_is_learnt_from_where_it_is_supervised():
     ignored = -100
     ids, labels = [4, 5, 6, 7, 8, 9], [ignored, ignored, 6, ignored, 8, ignored]
     sample = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor(labels).numpy())
-    found = answer_of(sample)
-    assert (found.prompt, found.tokens) == ((4, 5), (6, 7, 8))
-    assert found.actor_mask == (True, False, True)
-    assert not found.origin.is_drawn
+    answer = answer_of(sample)
+    assert (answer.prompt, answer.tokens) == ((4, 5), (6, 7, 8))
+    assert answer.actor_mask == (True, False, True)
+    assert not answer.origin.is_drawn
     whole = SequenceSample.of(torch.tensor(ids).numpy(), torch.tensor([ignored, *ids[1:]]).numpy())
     assert answer_of(whole).tokens == (5, 6, 7, 8, 9)
     assert answer_of(whole).actor_mask == ()
@@ -179,61 +173,17 @@ def test_the_advantage_of_a_drawn_token_is_the_log_ratio_of_teacher_to_student()
         values=None,
     )
     config = PpoConfig(algorithm="distill")
-    found = advantages_and_returns(experience, experience.scores, config, kl_coef=0.3)
-    assert found.advantages.tolist() == [[0.75, -2.0], [0.0, 0.0]]
+    targets = advantages_and_returns(experience, experience.scores, config, kl_coef=0.3)
+    assert targets.advantages.tolist() == [[0.75, -2.0], [0.0, 0.0]]
     assert experience.scored().scores.tolist() == [-1.25, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("", "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt"),
-        ("--algorithm grpo --teacher_system_prompt x", "--algorithm must be distill, or the verb "),
-        ("--teacher_model_name_or_path nosuch/dir/x", "--teacher_model_name_or_path nosuch/dir/x"),
-        ("--teacher_system_prompt x --teacher_bits 4", "--teacher_bits 4 needs --teacher_model_na"),
-        (
-            "--teacher_system_prompt x --distill_top_k 5 --distill_loss sampled_reverse_kl",
-            "--distill_top_k 5 is of divergences over the vocabulary",
-        ),
-        ("--teacher_system_prompt x --jsd_beta 1", "--jsd_beta must be in (0, 1), got 1.0"),
-        (
-            "--teacher_system_prompt x --on_policy_share 0.5",
-            "--on_policy_share 0.5 and --teacher_system_prompt",
-        ),
-        (
-            "--on_policy_share 0.5 --distill_loss sampled_reverse_kl",
-            "--on_policy_share 0.5 learns from answers that the actor did not draw",
-        ),
-        (
-            "--teacher_model_name_or_path OTHER --on_policy_share 0.5 "
-            "--reward_function dschat_lora.world:reward",
-            "--on_policy_share 0.5 learns from answers of the data too, which reward functions",
-        ),
-        ("--teacher_model_name_or_path OTHER", "has another tokenizer than --actor_model_name_or"),
-    ],
-)
-def test_what_cannot_be_distilled_is_refused_in_a_line(argv, words, tmp_path):
-    other = tmp_path / "other"
-    build_byte_tokenizer().save_pretrained(other)
-    (other / "config.json").write_text('{"model_type": "opt", "architectures": ["OPTForCausalLM"]}')
-    (other / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        check_rlhf(parse_config(DistillConfig, argv.replace("OTHER", str(other)).split()))
-    assert "\n" not in str(caught.value)
 
 
 def test_the_rate_by_rule_is_that_of_the_published_recipe():
     stage, factor = TeacherConfig.rates
     lora = LoraConfig(lora_dim=128)
-    found = ruled_rates("qwen3", 4096, stage=stage, factor=factor, lora=lora)
-    assert (found.base, found.adapter) == pytest.approx((1e-5, 1e-4), rel=0.02)
-    assert "x 0.21 for distill" in found.reason
-
-
-def test_a_teacher_without_distillation_is_refused():
-    argv = ["--teacher_system_prompt", "x"]
-    with pytest.raises(ValueError, match="--teacher_system_prompt is of --algorithm distill, not"):
-        check_rlhf(parse_config(RlhfConfig, argv))
+    rates = ruled_rates("qwen3", 4096, stage=stage, factor=factor, lora=lora)
+    assert (rates.base, rates.adapter) == pytest.approx((1e-5, 1e-4), rel=0.02)
+    assert "x 0.21 for distill" in rates.reason
 
 
 # ------------------------------------------------------------------------------ runs

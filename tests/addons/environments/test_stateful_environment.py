@@ -191,7 +191,7 @@ def test_reward_functions_see_the_objects_and_rewards_are_added():
     function = RewardFunction("reward_function", "mine:counters", counters, TOKENIZER)
     functions = RewardFunctions((function,), beside=Beside("environments", environment.objects))
     weights = {"counters": 0.5, "Given": 1.0}
-    scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, (), str)
+    scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, str)
     scorer.check_columns({"target"})
     assert scorer.names == ("counters", "Given")
     assert scorer(found, TrainerState()).total.tolist() == [1.0 + 0.5 * 3, 0.0]
@@ -328,8 +328,7 @@ def test_options_have_no_effect_without_an_environment():
     config = parse_config(RlhfConfig, ["--max_turns", "2", "--reward_retries", "1"])
     assert {*without_effect(config)} == {
         "--max_turns has no effect without --environment",
-        "--reward_retries has no effect without --reward_function or --reward_gate or "
-        "--environment",
+        "--reward_retries has no effect without --reward_function or --environment",
     }
     given = ["--max_turns", "2", "--reward_retries", "1", "--environment", "a:B"]
     assert not without_effect(parse_config(RlhfConfig, given))

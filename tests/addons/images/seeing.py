@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from dschat_lora.addons.images.processors import load_processor
+from dschat_lora.addons.images.processors import PictureProcessor
 from dschat_lora.config.groups import LoraConfig
 from helpers.served import write_run
 
@@ -61,7 +61,7 @@ class Stock:
 
     def __init__(self, base, *runs):
         self.tokenizer = AutoTokenizer.from_pretrained(base)
-        self.processor = load_processor(str(base), self.tokenizer)
+        self.processor = PictureProcessor(str(base), self.tokenizer)
         model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
         self.bare, self.model = model, model
         for run in runs:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoImageProcessor, AutoProcessor, __version__
 
-from helpers.images import SEEING, TORCHVISION, drawn, tiny_vlm
+from addons.images.vlms import SEEING, TORCHVISION, drawn, tiny_vlm
 
 VALUES = Path(__file__).with_suffix(".json")
 # One picture, two, none, and one that is neither RGB nor small.
@@ -76,16 +76,16 @@ def digest(tensor):
 
 def main():
     """Write the file."""
-    found = {}
+    by_family = {}
     for family in (*SEEING, *TORCHVISION):
         with tempfile.TemporaryDirectory() as folder:
             processor = stock_processor(tiny_vlm(family, folder))
-        found[family] = {
+        by_family[family] = {
             "tokens": stock_tokens(processor),
             "inputs": {name: digest(value) for name, value in stock_inputs(processor).items()},
         }
-        sys.stdout.write(f"{family}: {[len(tokens) for tokens in found[family]['tokens']]}\n")
-    lines = (f" {json.dumps(family)}: {json.dumps(of)}" for family, of in found.items())
+        sys.stdout.write(f"{family}: {[len(tokens) for tokens in by_family[family]['tokens']]}\n")
+    lines = (f" {json.dumps(family)}: {json.dumps(of)}" for family, of in by_family.items())
     said = f' "transformers": {json.dumps(__version__)}'
     VALUES.write_text("{\n" + ",\n".join([said, *lines]) + "\n}\n", encoding="utf-8")
 

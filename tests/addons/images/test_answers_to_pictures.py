@@ -15,14 +15,16 @@ from seeing import Stock, as_sent, asked, data_uri, write_adapter
 from transformers import AutoModelForSequenceClassification
 
 import dschat_lora as dl
+from addons.images.vlms import drawn, spread, tiny_vlm
 from dschat_lora.addons.images import entries
 from dschat_lora.commands import verbs
-from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.values import ALL_BESIDE
 from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.supervised.inference import load_policy
-from helpers.images import drawn, spread, tiny_vlm
 from helpers.served import send, served
+from helpers.step1 import write_jsonl
 
 A, B = drawn(40, 24, seed=1), drawn(20, 50, seed=2)
 QUESTIONS = (
@@ -52,8 +54,15 @@ def stock(base, runs):
 
 @pytest.fixture(scope="module")
 def address(base, runs):
-    with served(*runs, max_new_tokens=COUNT, temperature=0.0, max_seq_len=200) as found:
-        yield found
+    with served(*runs, max_new_tokens=COUNT, temperature=0.0, max_seq_len=200) as server:
+        yield server
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """``rows(*rows)``: a file of them beside the picture ``a.png``; its path."""
+    A.save(tmp_path / "a.png")
+    return lambda *rows: str(write_jsonl(tmp_path / "rows.jsonl", rows))
 
 
 def chat(address, messages, model="base", **fields):
@@ -72,20 +81,18 @@ def test_generate_answers_rows_with_one_several_and_no_pictures_as_stock(kind, t
     stock = Stock(model)
     given = [stock.text(stock.answer(each, COUNT)[0]) for each in QUESTIONS]
     assert len(set(given)) == len(given)  # what is seen matters
-    found = dl.generate(str(model), QUESTIONS, max_new_tokens=COUNT, dtype="fp32")
-    assert found == given
+    texts = dl.generate(str(model), QUESTIONS, max_new_tokens=COUNT, dtype="fp32")
+    assert texts == given
 
 
 def test_generate_of_an_adapter_takes_files_beside_the_data_and_on_the_line(
-    base, runs, stock, tmp_path, capsys
+    runs, stock, rows, tmp_path, capsys
 ):
-    A.save(tmp_path / "a.png")
     row = {"prompt": [{"role": "user", "content": "What is it?"}], "image": "a.png"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     options = ["--max_new_tokens", str(COUNT), "--dtype", "fp32", "--json"]
     expected, _ = stock.answer(QUESTIONS[0], COUNT, run=runs[0])
     for given in (
-        ["--data_path", str(tmp_path / "rows.jsonl")],
+        ["--data_path", rows(row)],
         ["What is it?", "--chat", "--image", str(tmp_path / "a.png")],
     ):
         verbs.generate([str(runs[0]), *given, *options])
@@ -95,8 +102,7 @@ def test_generate_of_an_adapter_takes_files_beside_the_data_and_on_the_line(
         assert "soft_token" not in line["prompt"]
 
 
-def test_a_prompt_as_text_has_its_picture_in_front_or_at_its_sign(base, stock, tmp_path):
-    A.save(tmp_path / "a.png")
+def test_a_prompt_as_text_has_its_picture_in_front_or_at_its_sign(base, stock, rows, tmp_path):
     options = {"image": str(tmp_path / "a.png"), "max_new_tokens": COUNT, "dtype": "fp32"}
     processor = stock.processor._processor
     for prompt in ("What?", "See <image> what?"):
@@ -109,22 +115,19 @@ def test_a_prompt_as_text_has_its_picture_in_front_or_at_its_sign(base, stock, t
         assert dl.generate(str(base), prompt, **options) == [expected]
 
 
-def test_pictures_for_a_model_of_text_alone_are_refused(tmp_path):
-    A.save(tmp_path / "a.png")
+def test_pictures_for_a_model_of_text_alone_are_refused(rows, tmp_path):
     with pytest.raises(ValueError, match="text alone"):
         dl.generate(None, "What?", image=str(tmp_path / "a.png"))
 
 
-def test_eval_measures_answers_to_pictures_as_stock_does(base, runs, stock, tmp_path):
-    A.save(tmp_path / "a.png")
+def test_eval_measures_answers_to_pictures_as_stock_does(runs, stock, rows):
     answer = "A cat with a hat"
     row = {
         "prompt": [{"role": "user", "content": "What is it?"}],
         "completion": [{"role": "assistant", "content": answer}],
         "images": ["a.png"],
     }
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    found = dl.evaluate(str(runs[1]), str(tmp_path / "rows.jsonl"), dtype="fp32")
+    metrics = dl.evaluate(str(runs[1]), rows(row), dtype="fp32")
     inputs = stock.inputs(QUESTIONS[0])
     size = inputs["input_ids"].shape[1]
     end = stock.tokenizer(answer + stock.tokenizer.eos_token, add_special_tokens=False)
@@ -136,20 +139,18 @@ def test_eval_measures_answers_to_pictures_as_stock_does(base, runs, stock, tmp_
             input_ids=ids, pixel_values=inputs["pixel_values"], token_type_ids=types
         ).logits
     loss = torch.nn.functional.cross_entropy(logits[0, size - 1 : -1], ids[0, size:])
-    assert found["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-def test_scores_of_answers_to_pictures_are_those_of_stock(base, stock, tmp_path, capsys):
+def test_scores_of_answers_to_pictures_are_those_of_stock(base, stock, rows, tmp_path, capsys):
     from dschat_lora.addons.evaluation.verbs import score
 
     reward = write_adapter(base, tmp_path / "reward", seed=4, reward=True)
-    A.save(tmp_path / "a.png")
     questions = [{"role": "user", "content": [{"type": "image"}, *QUESTIONS[0][0]["content"][1:]]}]
     answers = [[{"role": "assistant", "content": text}] for text in ("A cat", "Two dogs here")]
     row = {"prompt": questions, "chosen": answers[0], "rejected": answers[1], "images": ["a.png"]}
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
-    score([str(reward), str(tmp_path / "pairs.jsonl"), "--dtype", "fp32"])
-    found = json.loads(capsys.readouterr().out)
+    score([str(reward), rows(row), "--dtype", "fp32"])
+    scores = json.loads(capsys.readouterr().out)
     model = AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=1, dtype=torch.float32
     )
@@ -159,7 +160,7 @@ def test_scores_of_answers_to_pictures_are_those_of_stock(base, stock, tmp_path,
         inputs = stock.processor._processor(text=[text], images=[[A]], return_tensors="pt")
         with torch.no_grad():
             expected = float(model(**inputs).logits[0, 0])
-        assert found[f"{name}_score"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert scores[f"{name}_score"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_text_is_answered_without_files_of_a_processor_and_pictures_say_what_lacks(tmp_path):
@@ -167,8 +168,8 @@ def test_text_is_answered_without_files_of_a_processor_and_pictures_say_what_lac
     given = dl.generate(str(model), [QUESTIONS[3]], max_new_tokens=COUNT, dtype="fp32")
     (model / "preprocessor_config.json").unlink()
     (model / "processor_config.json").unlink()
-    found = dl.generate(str(model), [QUESTIONS[3]], max_new_tokens=COUNT, dtype="fp32")
-    assert found == given
+    texts = dl.generate(str(model), [QUESTIONS[3]], max_new_tokens=COUNT, dtype="fp32")
+    assert texts == given
     with pytest.raises(ValueError, match="processor does not load"):
         dl.generate(str(model), [QUESTIONS[0]], max_new_tokens=COUNT, dtype="fp32")
 
@@ -181,9 +182,8 @@ def test_inspect_says_what_takes_pictures(base, runs, capsys):
         assert "text and pictures, by a processor with PIL" in capsys.readouterr().out
 
 
-def test_the_audit_counts_pictures_and_shows_their_places(base, tmp_path):
-    A.save(tmp_path / "a.png")
-    rows = [
+def test_the_audit_counts_pictures_and_shows_their_places(base, rows):
+    given = [
         {"messages": [*QUESTIONS[3], {"role": "assistant", "content": "Hi"}]},
         {
             "messages": [
@@ -193,32 +193,28 @@ def test_the_audit_counts_pictures_and_shows_their_places(base, tmp_path):
             "images": ["a.png"],
         },
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = dl.audit(str(tmp_path / "rows.jsonl"), str(base), show=2)
-    counts = [found.counts[f"{name}pictures"] for name in ("", "rows_with_", "tokens_of_")]
+    audit = dl.audit(rows(*given), str(base), show=2)
+    counts = [audit.counts[f"{name}pictures"] for name in ("", "rows_with_", "tokens_of_")]
     assert counts == [1, 1, 4]
-    share = 4 / found.counts["tokens"]
-    assert f"pictures     1 in 1 rows, 4 tokens ({share:.1%})" in found.text
-    assert "<start_of_image>|[picture a.png, 4 tokens]|<end_of_image>" in found.text
-    assert max(found.samples[1]["input_ids"]) < FIRST_ID
+    share = 4 / audit.counts["tokens"]
+    assert f"pictures     1 in 1 rows, 4 tokens ({share:.1%})" in audit.text
+    assert "<start_of_image>|[picture a.png, 4 tokens]|<end_of_image>" in audit.text
+    assert max(audit.samples[1]["input_ids"]) < FIRST_ID
 
 
-def test_plan_counts_the_part_that_sees_where_rows_have_pictures(base, stock, tmp_path):
-    A.save(tmp_path / "a.png")
+def test_plan_counts_the_part_that_sees_where_rows_have_pictures(base, stock, rows, tmp_path):
     row = {"prompt": "<image>What?", "completion": "A cat", "images": ["a.png"]}
     text = {"prompt": "What?", "completion": "A cat"}
-    for name, each in (("rows", row), ("texts", text)):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(each) + "\n") * 8)
     options = {"max_seq_len": 64, "dtype": "fp32", "data_output_path": str(tmp_path / "cache")}
-    found, texts = (
-        dl.plan("sft", str(base), str(tmp_path / f"{name}.jsonl"), eval_ratio=0.0, **options)
-        for name in ("rows", "texts")
+    pictured, texts = (
+        dl.plan("sft", str(base), rows(*[each] * 8), eval_ratio=0.0, **options)
+        for each in (row, text)
     )
     parts = ("vision_tower", "multi_modal_projector")
     size = sum(p.nbytes for part in parts for p in getattr(stock.bare.model, part).parameters())
-    assert found.facts["roles"]["pictures"]["weights"] == size
-    assert found.facts["peak"] - texts.facts["peak"] == size
-    assert found.facts["data"]["media"]["tokens_of_pictures"] == 8 * 4
+    assert pictured.facts["roles"]["pictures"]["weights"] == size
+    assert pictured.facts["peak"] - texts.facts["peak"] == size
+    assert pictured.facts["data"]["media"]["tokens_of_pictures"] == 8 * 4
     assert "GiB more where rows are about more than text" in " ".join(str(texts).split())
 
 
@@ -232,12 +228,12 @@ def test_two_adapters_and_the_base_answer_pictures_together_as_stock(address, ru
 
         def ask(job):
             question, run = job
-            found = client.chat.completions.create(
+            answer = client.chat.completions.create(
                 model="base" if run is None else run.name,
                 messages=as_sent(question),
                 extra_body={"return_token_ids": True},
             )
-            return found.choices[0].token_ids, found.usage.prompt_tokens, found.prompt_token_ids
+            return answer.choices[0].token_ids, answer.usage.prompt_tokens, answer.prompt_token_ids
 
         with ThreadPoolExecutor(len(jobs)) as pool:
             answers = list(pool.map(ask, jobs))
@@ -274,12 +270,8 @@ def bomb():
     ("messages", "words"),
     [
         (image_url("/etc/hostname"), "must be a data URI; files are not read here"),
-        (image_url("/no/such/file"), "must be a data URI; files are not read here"),
         (image_url("file:///etc/hostname"), "must be a data URI; files are not read here"),
         (image_url("http://127.0.0.1:1/a.png"), "--allow_image_urls fetches such"),
-        (image_url("ftp://example.org/a.png"), "none of file, data, http and https"),
-        (image_url("data:image/png,abc"), "a data URI must have base64"),
-        (image_url("data:image/png;base64,?!"), "base64 is broken"),
         (image_url(encoded(b"no picture")), "it is none of PNG"),
         (image_url(data_uri(A)[:200]), "picture"),
         (image_url(bomb()), "50,000,000 are allowed"),
@@ -316,8 +308,8 @@ def test_adapters_of_the_part_that_sees_are_answered_by_generate_and_refused_by_
     run = write_adapter(base, tmp_path / "tower", seed=3, target_modules=everywhere)
     expected = Stock(base, run).answer(QUESTIONS[0], COUNT, run=run)[0]
     assert expected != Stock(base).answer(QUESTIONS[0], COUNT)[0]
-    found = dl.generate(str(run), [QUESTIONS[0]], max_new_tokens=COUNT, dtype="fp32")
-    assert found == [Stock(base).text(expected)]
+    texts = dl.generate(str(run), [QUESTIONS[0]], max_new_tokens=COUNT, dtype="fp32")
+    assert texts == [Stock(base).text(expected)]
     with pytest.raises(ValueError, match="merge it and name the merged model"), served(run):
         pass
 

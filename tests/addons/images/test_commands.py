@@ -9,17 +9,12 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 import dschat_lora
-from addons.images.training import EXACT, PICTURES, Seeing, pair_row
+from addons.images.training import EXACT, PICTURES, Seeing, numbered, pair_row
 from helpers.step1 import metrics
 
 ROWS = [(name, number) for number in range(3) for name in PICTURES]
 OPTIONS = {"lora_dim": 4, "max_steps": 2, "max_seq_len": 256, "eval_ratio": 0.2, "dtype": "fp32"}
 OPTIONS |= {"preprocessing_num_workers": 1, "quiet": True}
-
-
-def numbered(row, number):
-    """The row as another one, which asks for its number too."""
-    return json.loads(json.dumps(row).replace("Which is", f"Number {number}: which is"))
 
 
 def with_rows(kind, folder):
@@ -118,8 +113,8 @@ def test_trls_documented_rows_of_sft_have_the_loss_of_stock_transformers(form, d
     stock = AutoModelForImageTextToText.from_pretrained(seeing.base, dtype=torch.float32).eval()
     named = zip(QUESTIONS, ANSWERS, ("square", "wide"), strict=True)
     with torch.no_grad():
-        found = [seeing.logprobs(stock, first_part(q, text), [n]) for q, text, n in named]
-    assert losses(out)[0] == pytest.approx(-torch.cat(found).mean().item(), abs=EXACT)
+        logprobs = [seeing.logprobs(stock, first_part(q, text), [n]) for q, text, n in named]
+    assert losses(out)[0] == pytest.approx(-torch.cat(logprobs).mean().item(), abs=EXACT)
 
 
 def test_trls_documented_rows_of_dpo_train(documented):

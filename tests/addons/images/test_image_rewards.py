@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 import dschat_lora
 from addons.images.training import EXACT, PICTURES, Seeing, answer, pair_row, train_steps
+from addons.images.vlms import spread
 from dschat_lora.addons.kto.batch import UnpairedCollator
 from dschat_lora.addons.kto.objective import kto_objective
 from dschat_lora.addons.kto.options import KtoOptions
@@ -21,7 +22,6 @@ from dschat_lora.models.build import build_reward_model
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.supervised.pair_objectives import answer_logprobs, reward_objective, score_ends
-from helpers.images import spread
 from helpers.step1 import write_jsonl
 
 NAMES = list(PICTURES)
@@ -71,8 +71,8 @@ def test_reward_model_is_that_of_stock_transformers_and_peft(kind, tmp_path):
     torch.testing.assert_close(losses, wanted, rtol=0, atol=EXACT)
     theirs.save_pretrained(tmp_path / "theirs")
     own = {name: p.detach() for name, p in adapter_parameters(model).items()}
-    found = read_adapter(tmp_path / "theirs").tensors
-    torch.testing.assert_close(own, found, rtol=0, atol=EXACT)
+    peft_factors = read_adapter(tmp_path / "theirs").tensors
+    torch.testing.assert_close(own, peft_factors, rtol=0, atol=EXACT)
 
 
 def test_reward_model_of_a_type_without_a_classifier_takes_no_pictures(tmp_path):
@@ -198,10 +198,10 @@ def test_scores_and_values_of_ppo_are_those_of_stock_transformers_and_peft(kind,
         quiet=True,
     )
     theirs = seeing.stock(adapter, AutoModelForSequenceClassification, num_labels=1)
-    found = list(read_rollouts(run.path))
-    assert len(found) == len(NAMES)
+    rollouts = list(read_rollouts(run.path))
+    assert len(rollouts) == len(NAMES)
     values = {}
-    for row in found:
+    for row in rollouts:
         name, tokens = row["extra"]["name"], row["extra"]["tokens"]
         prompt = seeing.prompt_inputs([*pair_row(name)["prompt"], answer("")], PICTURES[name])
         scores = []

@@ -1,7 +1,7 @@
 """Step 3 with pictures in prompts: sampler, trainer and stock models agree, and what users see."""
 
 import json
-from types import SimpleNamespace
+from functools import cache
 
 import datasets
 import peft
@@ -11,20 +11,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import dschat_lora
+from addons.images.training import Seeing
+from addons.images.vlms import spread
 from dschat_lora.addons.images.vision import PictureInputs
 from dschat_lora.addons.report.rollouts import read_rollouts, show_rollouts, summary_text
-from dschat_lora.config.options import parse_config
-from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import lora_layers
-from dschat_lora.models.source import find_model
 from dschat_lora.rl.learn.roles import build_roles
 from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
-from helpers.images import drawn, prepared_by, spread, tiny_vlm
 from helpers.roles import asked_of, config_of
 
 SEED = 0
@@ -40,78 +38,43 @@ def text(words):
 # Names of the pictures of a prompt, and its parts. Texts are the same with one picture, with
 # another, and with both; the last two begin alike for more tokens than a prefix needs.
 PROMPTS = [
-    (["a.png"], [IMAGE, text("What is this?")]),
-    (["b.png"], [IMAGE, text("What is this?")]),
-    (["a.png"], [IMAGE, text("What is this?")]),
-    (["b.png", "c.png"], [IMAGE, text(" and "), IMAGE, text("alike?")]),
-    (["c.png", "c.png"], [IMAGE, text(" and "), IMAGE, text("alike?")]),
+    (["tall"], [IMAGE, text("What is this?")]),
+    (["wide"], [IMAGE, text("What is this?")]),
+    (["tall"], [IMAGE, text("What is this?")]),
+    (["wide", "square"], [IMAGE, text(" and "), IMAGE, text("alike?")]),
+    (["square", "square"], [IMAGE, text(" and "), IMAGE, text("alike?")]),
     ([], [text("Say something.")]),
+]
+
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": parts}],
+        "images": [f"{name}.png" for name in names],
+        "number": number,
+    }
+    for number, (names, parts) in enumerate(PROMPTS)
 ]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """By type: a directory with the tiny model, pictures and rows."""
-    found = {}
+    """By type: the tiny model beside its pictures, with tokens of the prompts."""
 
     def of(kind):
-        if kind not in found:
-            home = found[kind] = tmp_path_factory.mktemp(kind)
-            tiny_vlm(kind, home / "model")
-            for seed, (name, size) in enumerate(
-                [("a", (40, 30)), ("b", (30, 50)), ("c", (24, 24))]
-            ):
-                drawn(*size, seed=seed).save(home / f"{name}.png")
-            rows = [
-                {"prompt": [{"role": "user", "content": parts}], "images": names, "number": n}
-                for n, (names, parts) in enumerate(PROMPTS)
-            ]
-            (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return found[kind]
+        seeing = Seeing(kind, tmp_path_factory.mktemp(kind))
+        records = seeing.data(ROWS, "prompts")
+        tokens = {json.loads(each.columns)["number"]: each.input_ids.tolist() for each in records}
+        seeing.prompts = [tokens[number] for number in range(len(PROMPTS))]
+        return seeing
 
-    return of
+    return cache(of)
 
 
-def read(home):
-    """Reader, tokenizer and tokens of the prompts."""
-    config = parse_config(
-        SupervisedConfig,
-        [
-            *("--model_name_or_path", str(home / "model")),
-            *("--data_path", str(home / "rows.jsonl"), "--data_output_path", str(home / "cache")),
-            *("--eval_ratio", "0", "--preprocessing_num_workers", "1"),
-        ],
-        program="test",
-    )
-    source = find_model(str(home / "model"))
-    tokenizer, media, data = prepared_by(config, source.base, home / "cache", "prompts")
-    prompts = {json.loads(each.columns)["number"]: each.input_ids.tolist() for each in data.train}
-    return SimpleNamespace(
-        media=media,
-        tokenizer=tokenizer,
-        source=source,
-        prompts=[prompts[n] for n in range(len(PROMPTS))],
-    )
-
-
-def stock_inputs(home, found, number):
+def stock_inputs(seeing, number):
     """Of a prompt, what the model's own processor writes."""
     names, parts = PROMPTS[number]
-    processor = found.media.processor._processor
-    words = found.tokenizer.apply_chat_template(
-        [{"role": "user", "content": parts}],
-        chat_template=found.media.processor.chat_template,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    pictures = {"images": [[image(home / name) for name in names]]} if names else {}
-    return processor(text=[words], **pictures, return_tensors="pt")
-
-
-def image(path):
-    from PIL import Image
-
-    return Image.open(path).convert("RGB")
+    return seeing.all_inputs([{"role": "user", "content": parts}], names)
 
 
 def stock_logprobs(model, inputs, tokens):
@@ -127,9 +90,9 @@ def stock_logprobs(model, inputs, tokens):
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def merged(home, adapted):
+def merged(seeing, adapted):
     """The stock composite model with the adapter added to its weights."""
-    stock = AutoModelForImageTextToText.from_pretrained(home / "model", dtype=torch.float32).eval()
+    stock = AutoModelForImageTextToText.from_pretrained(seeing.base, dtype=torch.float32).eval()
     for name, layer in lora_layers(adapted).items():
         down, up = (getattr(each, "weight", each) for each in (layer.lora_A, layer.lora_B))
         stock.get_submodule(name).weight.data += (up @ down).detach() * layer.scaling
@@ -138,23 +101,22 @@ def merged(home, adapted):
 
 @pytest.mark.parametrize("kind", spread("gemma3", "qwen3_vl", "qwen3_5"))
 def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, made):
-    home = made(kind)
-    found = read(home)
+    seeing = made(kind)
     roles = build_roles(
         config_of(actor={"lora_dim": 3, "target_modules": ATTENTION}, ppo={"algorithm": "grpo"}),
-        Sources(found.source, None),
-        found.tokenizer,
+        Sources(seeing.source, None),
+        seeing.tokenizer,
         dtype=torch.float32,
         meta=False,
     )
-    roles.take(found.media, Sources(found.source, None))
+    roles.take(seeing.media, Sources(seeing.source, None))
     for name, parameter in roles.actor.model.named_parameters():
         if "lora_B" in name:
             seeded = torch.Generator().manual_seed(SEED + len(name))
             torch.nn.init.normal_(parameter.data, std=0.05, generator=seeded)
-    stock, engines = merged(home, roles.actor.model), asked_of(roles)
+    stock, engines = merged(seeing, roles.actor.model), asked_of(roles)
     sampling = Sampling(max_new_tokens=5)
-    prompts, copies = found.prompts, 2
+    prompts, copies = seeing.prompts, 2
     longest = max(map(len, prompts)) + 5
     # All rows at once, copies of a prompt read once; three rows, which are refilled;
     # without a cache.
@@ -184,10 +146,10 @@ def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, 
                     torch.testing.assert_close(logprobs, kept, atol=1e-5, rtol=0)
         for response, own in zip(responses, kept, strict=True):
             # Stock models read no image token without its picture: such a one may be the last.
-            tokens = [*response.tokens, found.media.token_id]
-            tokens = tokens[: tokens.index(found.media.token_id) + 1][:5]
+            tokens = [*response.tokens, seeing.media.token_id]
+            tokens = tokens[: tokens.index(seeing.media.token_id) + 1][:5]
             with torch.no_grad():
-                inputs = stock_inputs(home, found, response.group)
+                inputs = stock_inputs(seeing, response.group)
                 wanted = stock_logprobs(stock, inputs, tokens)
             torch.testing.assert_close(own[: len(tokens)], wanted, atol=1e-5, rtol=0)
 
@@ -228,14 +190,14 @@ OPTIONS = {
 }
 
 
-def train(home, name, model=None, rewards=reward, **options):
+def train(seeing, name, model=None, rewards=reward, **options):
     """A run of step 3 on the prompts."""
     return dschat_lora.rlhf(
-        str(model or home / "model"),
-        str(home / "rows.jsonl"),
+        str(model or seeing.base),
+        str(seeing.folder / "prompts.jsonl"),
         rewards=rewards,
-        output_dir=home / name,
-        data_output_path=str(home / "cache"),
+        output_dir=seeing.folder / name,
+        data_output_path=str(seeing.folder / "cache"),
         quiet=True,
         **OPTIONS | options,
     )
@@ -244,10 +206,11 @@ def train(home, name, model=None, rewards=reward, **options):
 LANGUAGE = r".*(language|text)_model.*\.(q|k|v|o)_proj"
 
 
-def save_start(home, layers=LANGUAGE, name="start"):
+def save_start(seeing, layers=LANGUAGE, name="start"):
     """An adapter of stock PEFT on the published class, all of whose values are random."""
-    if not (home / name).exists():
-        stock = AutoModelForImageTextToText.from_pretrained(home / "model", dtype=torch.float32)
+    path = seeing.folder / name
+    if not path.exists():
+        stock = AutoModelForImageTextToText.from_pretrained(seeing.base, dtype=torch.float32)
         torch.manual_seed(0)
         adapted = peft.get_peft_model(
             stock, peft.LoraConfig(r=3, lora_alpha=6, target_modules=layers)
@@ -255,23 +218,23 @@ def save_start(home, layers=LANGUAGE, name="start"):
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter.data, std=0.05)
-        adapted.save_pretrained(home / name)
-    return home / name
+        adapted.save_pretrained(path)
+    return path
 
 
-def with_start(home, start, **options):
-    stock = AutoModelForImageTextToText.from_pretrained(home / "model", dtype=torch.float32)
+def with_start(seeing, start, **options):
+    stock = AutoModelForImageTextToText.from_pretrained(seeing.base, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(stock, start, **options).eval()
 
 
-def plain_losses(home, found, iterations, algorithm, start):
+def plain_losses(seeing, iterations, algorithm, start):
     """(losses, policy) of GRPO or RLOO on given (prompt, tokens), whose prompts stand together."""
-    policy, reference = with_start(home, start, is_trainable=True), with_start(home, start)
+    policy, reference = with_start(seeing, start, is_trainable=True), with_start(seeing, start)
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
     losses = []
     for responses in iterations:
-        inputs = [stock_inputs(home, found, number) for number, _ in responses]
+        inputs = [stock_inputs(seeing, number) for number, _ in responses]
         said = [(each, tokens) for each, (_, tokens) in zip(inputs, responses, strict=True)]
         with torch.no_grad():
             old, before = ([stock_logprobs(m, *each) for each in said] for m in (policy, reference))
@@ -305,24 +268,26 @@ def plain_losses(home, found, iterations, algorithm, start):
 
 def iterations_of(run):
     """(prompt, tokens) of each iteration's responses."""
-    found = {}
+    responses = {}
     for row in read_rollouts(run.path):
         extra = row["extra"]
-        found.setdefault(row["iteration"], []).append((extra["number"], extra["tokens"]))
-    return list(found.values())
+        responses.setdefault(row["iteration"], []).append((extra["number"], extra["tokens"]))
+    return list(responses.values())
 
 
 @pytest.fixture(scope="module")
 def runs(made):
     """Runs by type and algorithm, which begin with an adapter of stock PEFT."""
-    found = {}
+    made_runs = {}
 
     def of(kind, algorithm="grpo"):
-        if (kind, algorithm) not in found:
-            home = made(kind)
+        if (kind, algorithm) not in made_runs:
+            seeing = made(kind)
             options = {"algorithm": algorithm, "save_interval": 2, "save_total_limit": 0}
-            found[kind, algorithm] = train(home, f"out-{algorithm}", save_start(home), **options)
-        return found[kind, algorithm]
+            made_runs[kind, algorithm] = train(
+                seeing, f"out-{algorithm}", save_start(seeing), **options
+            )
+        return made_runs[kind, algorithm]
 
     return of
 
@@ -335,11 +300,11 @@ def test_steps_are_those_of_a_plain_loop_in_stock_transformers_and_peft(
     assert_same_steps(made(kind), runs(kind, algorithm), algorithm, save_start(made(kind)))
 
 
-def assert_same_steps(home, run, algorithm, start):
-    found, iterations = read(home), iterations_of(run)
+def assert_same_steps(seeing, run, algorithm, start):
+    iterations = iterations_of(run)
     assert [len(each) for each in iterations] == [12, 12]
-    assert all(found.media.token_id not in tokens for each in iterations for _, tokens in each)
-    losses, policy = plain_losses(home, found, iterations, algorithm, start)
+    assert all(seeing.media.token_id not in tokens for each in iterations for _, tokens in each)
+    losses, policy = plain_losses(seeing, iterations, algorithm, start)
     assert max(map(abs, losses)) > 3e-4
     own = [line["loss"] for line in run.metrics if "loss" in line]
     means = [sum(losses[n : n + 2]) / 2 for n in (0, 2)]  # of an iteration's steps
@@ -353,18 +318,18 @@ def assert_same_steps(home, run, algorithm, start):
 
 @pytest.mark.parametrize("kind", spread("qwen3_vl"))
 def test_adapters_of_the_tower_train_as_in_the_plain_loop(kind, made):
-    home = made(kind)
-    start = save_start(home, "all-linear", "seeing")
-    assert_same_steps(home, train(home, "tower", start), "grpo", start)
+    seeing = made(kind)
+    start = save_start(seeing, "all-linear", "seeing")
+    assert_same_steps(seeing, train(seeing, "tower", start), "grpo", start)
 
 
 @pytest.mark.parametrize("kind", spread("qwen3_vl"))
 def test_a_run_that_is_resumed_goes_on_to_the_bit(kind, made, runs):
-    home, run = made(kind), runs(kind)
+    seeing, run = made(kind), runs(kind)
     resumed = train(
-        home,
+        seeing,
         "resumed",
-        home / "start",
+        seeing.folder / "start",
         resume=next(run.path.glob("*/step-00000002")),
         save_interval=0,
     )
@@ -390,11 +355,11 @@ def test_features_of_a_picture_are_computed_once_in_a_run(made, monkeypatch):
 
 def test_logs_show_a_picture_once_with_its_path(made, runs, capsys):
     run = runs("qwen3_vl")
-    home, rows = made("qwen3_vl"), read_rollouts(run.path)
+    home, rows = made("qwen3_vl").folder, read_rollouts(run.path)
     for row in rows:
         names, _ = PROMPTS[row["extra"]["number"]]
         assert row["prompt"].count("<|image_pad|>") == len(names)
-        paths = [str(home / name) for name in names]
+        paths = [str(home / f"{name}.png") for name in names]
         assert [each["path"] for each in row.get("media", [])] == paths
     two = [row for row in rows if row["extra"]["number"] in (0, 1)]
     assert len({row["prompt"] for row in two}) == 1
@@ -418,7 +383,7 @@ def documented_rows(home):
         return {"prompt": prompt}
 
     rows = {
-        "image": [str(home / "a.png"), str(home / "b.png")],
+        "image": [str(home / "tall.png"), str(home / "wide.png")],
         "problem": ["Which?", "And this?"],
         "solution": ["a", "b"],
     }
@@ -430,7 +395,7 @@ def documented_rows(home):
 
 
 def test_trls_documented_example_runs_with_its_rows_and_reward_functions(made):
-    home, calls = made("llava_next"), []
+    seeing, calls = made("llava_next"), []
 
     def accuracy_reward(completions, solution: list[str], **kwargs):
         calls.append({"completions": completions, "solution": solution, **kwargs})
@@ -440,13 +405,13 @@ def test_trls_documented_example_runs_with_its_rows_and_reward_functions(made):
     def pixels(completions, image):
         return [each.size[0] for each in image]
 
-    rows = documented_rows(home)
+    rows = documented_rows(seeing.folder)
     run = dschat_lora.rlhf(
-        str(home / "model"),
+        str(seeing.base),
         rows,
         rewards=[accuracy_reward, pixels],
-        output_dir=home / "documented",
-        data_output_path=str(home / "cache"),
+        output_dir=seeing.folder / "documented",
+        data_output_path=str(seeing.folder / "cache"),
         quiet=True,
         **OPTIONS
         | {
@@ -464,7 +429,7 @@ def test_trls_documented_example_runs_with_its_rows_and_reward_functions(made):
             {"role": "system", "content": [text(SYSTEM)]},
             {"role": "user", "content": [{"type": "image", "image": own}, text(row["problem"])]},
         ]
-    assert {row["rewards"]["pixels"] for row in read_rollouts(run.path)} == {40, 30}
+    assert {row["rewards"]["pixels"] for row in read_rollouts(run.path)} == {20, 48}
 
 
 REFUSED = {
@@ -477,10 +442,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_reads_text_alone_refuses_rows_with_pictures_by_name(what, made):
-    home, options = made("llava_next"), dict(REFUSED[what])
+    seeing, options = made("llava_next"), dict(REFUSED[what])
     if "teacher_model_name_or_path" in options:
-        options |= {"teacher_model_name_or_path": str(home / "model"), "rewards": ()}
+        options |= {"teacher_model_name_or_path": str(seeing.base), "rewards": ()}
         options |= {"num_generations": 1}
     with pytest.raises(ValueError, match=f"{what}.* reads text alone") as error:
-        train(home, "refused", **options)
+        train(seeing, "refused", **options)
     assert "\n" not in str(error.value)

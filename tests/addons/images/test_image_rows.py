@@ -124,8 +124,8 @@ def test_urls_are_pictures_if_they_are_allowed(parse):
 
 def test_a_pil_image_is_a_picture_itself(parse):
     image = Image.new("RGB", (2, 2))
-    (found,) = parse({"prompt": "<image>?", "image": image})["images"]
-    assert found.image is image
+    (picture,) = parse({"prompt": "<image>?", "image": image})["images"]
+    assert picture.image is image
 
 
 # --------------------------------------------------------------------------------- forms of a row
@@ -135,15 +135,19 @@ def chat(*messages, **columns):
     return {"messages": [*messages], **columns}
 
 
+def shares(*said):
+    """Turns of a human and a model, as ShareGPT has them."""
+    return [{"from": ("human", "gpt")[n % 2], "value": each} for n, each in enumerate(said)]
+
+
 SYSTEM, BOTH = {"role": "system", "content": "s"}, ["red.png", "sub/blue.png"]
 ONE = [u([HERE, text("What?")]), a("A cat.")]
 TWO = [u([HERE, text("a\n"), HERE, text(" b")]), a("yes"), u("And?"), a("no")]
-SHARES = [
-    {"from": "human", "value": "<image>a\n<image> b"},
-    {"from": "gpt", "value": "yes"},
-    {"from": "human", "value": "And?"},
-    {"from": "gpt", "value": "no"},
-]
+SHARES = shares("<image>a\n<image> b", "yes", "And?", "no")
+CALL = a(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])
+TOOLS = [CALL, {"role": "tool", "content": "r"}, a("A cat.")]
+OTHERS = [{**SYSTEM, "content": [HERE, text("s")]}, u("1"), a([text("2"), HERE]), u("3"), a("4")]
+FOUR = [u([text("1"), HERE]), a("2"), u([HERE, text("3")]), a("4")]
 FORMS = {
     "transformers: bare parts": ({"messages": ONE, "images": ["red.png"]}, ONE, "r"),
     "column of one": ({"messages": ONE, "image": "red.png"}, ONE, "r"),
@@ -157,14 +161,8 @@ FORMS = {
         "r",
     ),
     "two bare parts in two messages": (
-        chat(
-            u([text("1"), HERE]),
-            a("2"),
-            u([HERE, text("3")]),
-            a("4"),
-            images=["sub/blue.png", "red.png"],
-        ),
-        [u([text("1"), HERE]), a("2"), u([HERE, text("3")]), a("4")],
+        chat(*FOUR, images=["sub/blue.png", "red.png"]),
+        FOUR,
         "br",
     ),
     **{
@@ -181,29 +179,17 @@ FORMS = {
             ("source", {"type": "base64", "media_type": "image/png", "data": RED64}, "R"),
         ]
     },
-    "a part as datasets have pictures": (
-        chat(u([{**HERE, "bytes": RED, "path": "gone.png"}, text("What?")]), ONE[1]),
-        ONE,
-        "R",
-    ),
-    "OpenAI: image_url": (
-        chat(u([{"type": "image_url", "image_url": {"url": URI}}, text("What?")]), ONE[1]),
-        ONE,
-        "R",
-    ),
-    "OpenAI: responses": (
-        chat(
-            u(
-                [
-                    {"type": "input_image", "image_url": URI, "detail": "auto"},
-                    {"type": "input_text", "text": "What?"},
-                ]
-            ),
-            ONE[1],
-        ),
-        ONE,
-        "R",
-    ),
+    **{
+        name: (chat(u(parts), ONE[1]), ONE, "R")
+        for name, parts in {
+            "datasets": [{**HERE, "bytes": RED, "path": "gone.png"}, text("What?")],
+            "OpenAI": [{"type": "image_url", "image_url": {"url": URI}}, text("What?")],
+            "OpenAI: responses": [
+                {"type": "input_image", "image_url": URI, "detail": "auto"},
+                {"type": "input_text", "text": "What?"},
+            ],
+        }.items()
+    },
     "LLaMA-Factory: OpenAI with values": (
         chat(
             u([{"type": "image_url", "value": "red.png"}, {"type": "text", "value": "What?"}]),
@@ -214,29 +200,17 @@ FORMS = {
     ),
     "LLaMA-Factory: messages": (chat(u("<image>a\n<image> b"), *TWO[1:], images=BOTH), TWO, "rb"),
     "LLaMA-Factory: ShareGPT": ({"conversations": SHARES, "images": BOTH}, TWO, "rb"),
-    "LLaVA": (
-        {
-            "id": "1",
-            "image": "red.png",
-            "conversations": [
-                {"from": "human", "value": "<image>\nWhat?"},
-                {"from": "gpt", "value": "A cat."},
-            ],
-        },
-        [u([HERE, text("\nWhat?")]), a("A cat.")],
-        "r",
-    ),
-    "LLaVA: at the end": (
-        {
-            "image": "red.png",
-            "conversations": [
-                {"from": "human", "value": "What?\n<image>"},
-                {"from": "gpt", "value": "A cat."},
-            ],
-        },
-        [u([text("What?\n"), HERE]), a("A cat.")],
-        "r",
-    ),
+    **{
+        f"LLaVA: {said!r}": (
+            {"id": "1", "image": "red.png", "conversations": shares(said, "A cat.")},
+            [u(parts), ONE[1]],
+            "r",
+        )
+        for said, parts in [
+            ("<image>\nWhat?", [HERE, text("\nWhat?")]),
+            ("What?\n<image>", [text("What?\n"), HERE]),
+        ]
+    },
     "LLaMA-Factory: Alpaca": (
         {"instruction": "Look:", "input": "<image>", "output": "A cat.", "images": ["red.png"]},
         [u([text("Look:\n"), HERE]), a("A cat.")],
@@ -249,21 +223,8 @@ FORMS = {
     ),
     "ms-swift: a path alone": (chat(u("<image>What?"), a("A cat."), images="red.png"), ONE, "r"),
     "ms-swift: a system message and calls": (
-        chat(
-            SYSTEM,
-            u("<image>What?"),
-            a(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
-            {"role": "tool", "content": "r"},
-            a("A cat."),
-            images=["red.png"],
-        ),
-        [
-            SYSTEM,
-            ONE[0],
-            a(None, tool_calls=[{"function": {"name": "f", "arguments": "{}"}}]),
-            {"role": "tool", "content": "r"},
-            a("A cat."),
-        ],
+        chat(SYSTEM, u("<image>What?"), *TOOLS, images=["red.png"]),
+        [SYSTEM, ONE[0], *TOOLS],
         "r",
     ),
     "TRL: plain text": (chat(u("What?"), a("A cat."), images=["red.png"]), ONE, "r"),
@@ -288,24 +249,7 @@ FORMS = {
         ONE,
         "r",
     ),
-    "pictures of other roles": (
-        chat(
-            {"role": "system", "content": [HERE, text("s")]},
-            u("1"),
-            a([text("2"), HERE]),
-            u("3"),
-            {"role": "assistant", "content": "4"},
-            images=BOTH,
-        ),
-        [
-            {"role": "system", "content": [HERE, text("s")]},
-            u("1"),
-            a([text("2"), HERE]),
-            u("3"),
-            a("4"),
-        ],
-        "rb",
-    ),
+    "pictures of other roles": (chat(*OTHERS, images=BOTH), OTHERS, "rb"),
 }
 
 
@@ -353,7 +297,7 @@ PREFERENCES = {
     "without a prompt, text": {"chosen": [u("What?"), a("b")], "rejected": [u("What?"), a("c")]},
     "UltraFeedback": {"prompt": PROMPT, "chosen": [*PROMPT, a("b")], "rejected": [*PROMPT, a("c")]},
     "LLaMA-Factory": {
-        "conversations": [{"from": "human", "value": "<image>What?"}],
+        "conversations": shares("<image>What?"),
         "chosen": {"from": "gpt", "value": "b"},
         "rejected": {"from": "gpt", "value": "c"},
     },
@@ -450,9 +394,7 @@ def test_datasets_in_memory_bring_pil_images(folder):
     assert row["images"] == (Picture(data=RED),)
 
 
-# ----------------------------------------------------------------- rows of TRL 1.16's documentation
-
-
+@pytest.mark.smoke
 def test_messages_are_those_of_trl(folder, parse):
     """Of each form that TRL reads, its own function's messages, pictures in their places."""
     from trl.data_utils import prepare_multimodal_messages
@@ -472,91 +414,12 @@ def test_messages_are_those_of_trl(folder, parse):
             for part in message["content"]:
                 if part["type"] == "image":
                     order.append(part.pop("image"))
-        found = values["messages"][:-2]
-        for message in found:
+        messages_read = values["messages"][:-2]
+        for message in messages_read:
             if isinstance(message["content"], str):
                 message = {**message, "content": [text(message["content"])]}
             assert message == wanted.pop(0)
         assert [each.image for each in values["images"]] == order
-
-
-IMAGE_0, IMAGE_1 = Image.open(BytesIO(RED)), Image.open(BytesIO(BLUE))
-OF_TRL = {
-    # DataCollatorForVisionLanguageModeling
-    "sft": (
-        {"images": [IMAGE_0], "messages": [u("What is this?"), a("Red.")]},
-        chat(u([HERE, text("What is this?")]), a("Red.")),
-    ),
-    # HuggingFaceH4/llava-instruct-mix-vsft of sft_vlm.py
-    "sft_vlm": (
-        {
-            "images": [IMAGE_0],
-            "messages": [
-                u(
-                    [
-                        {"index": None, "text": "Who wrote it?\n", "type": "text"},
-                        {**HERE, "index": 0},
-                    ]
-                ),
-                a([text("Donna.")]),
-            ],
-        },
-        chat(u([text("Who wrote it?\n"), HERE]), a([text("Donna.")])),
-    ),
-    # trl-lib/llava-instruct-mix
-    "prompt-completion": (
-        {"images": [IMAGE_0], "prompt": [u("What is it?")], "completion": [a("Red.")]},
-        {"prompt": [u([HERE, text("What is it?")])], "completion": [a("Red.")]},
-    ),
-    # DataCollatorForVisionPreference
-    "dpo": (
-        {
-            "images": [IMAGE_1],
-            "prompt": [u("Describe this image.")],
-            "chosen": [a("A beautiful landscape.")],
-            "rejected": [a("An urban cityscape.")],
-        },
-        {
-            "prompt": [u([HERE, text("Describe this image.")])],
-            "chosen": [a("A beautiful landscape.")],
-            "rejected": [a("An urban cityscape.")],
-        },
-    ),
-    # HuggingFaceH4/rlaif-v_formatted of dpo_vlm.py
-    "dpo_vlm": (
-        {
-            "images": [IMAGE_1],
-            "prompt": [u([HERE, text("What?")])],
-            "chosen": [a([text("b")])],
-            "rejected": [a([text("c")])],
-        },
-        {
-            "prompt": [u([HERE, text("What?")])],
-            "chosen": [a([text("b")])],
-            "rejected": [a([text("c")])],
-        },
-    ),
-    # lmms-lab/multimodal-open-r1-8k-verified of grpo_vlm.py
-    "grpo_vlm": (
-        {
-            "image": IMAGE_1,
-            "problem": "How many?",
-            "solution": "$3$",
-            "prompt": [{"role": "system", "content": "Think."}, u("How many?")],
-        },
-        {"prompt": [{"role": "system", "content": "Think."}, u([HERE, text("How many?")])]},
-    ),
-}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", OF_TRL)
-def test_rows_of_trls_documentation_are_read_unchanged(parse, name):
-    row, wanted = OF_TRL[name]
-    values = parse(row)
-    assert {key: values[key] for key in wanted} == wanted
-    (image,) = row.get("images", [row.get("image")])
-    assert [each.image for each in values["images"]] == [image]
 
 
 # ------------------------------------------------------------------------------------- what is bad

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForImageTextToText
 
 from addons.images.training import EXACT, PICTURES, Seeing, pair_row, sample_row, train_steps
+from addons.images.vlms import SEEING, spread
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.config.stages import DpoConfig, PairConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
@@ -22,7 +23,6 @@ from dschat_lora.supervised.batching import resolve_pair_layout
 from dschat_lora.supervised.evaluation import first_sequences, token_losses
 from dschat_lora.supervised.objectives import causal_lm_loss
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
-from helpers.images import SEEING, spread
 
 NAMES = list(PICTURES)
 # Of each step: rows of a batch, with one, several and no picture.
@@ -120,8 +120,8 @@ def three_steps(seeing):
         chosen, rejected = (both_logprobs(seeing, theirs, rows) - reference).chunk(2)
         return -F.logsigmoid(0.5 * (chosen - rejected)).mean()
 
-    found = trained(seeing, theirs, map(partial(partial, loss), BATCHES, reference))
-    return SimpleNamespace(reference=reference, **vars(found))
+    result = trained(seeing, theirs, map(partial(partial, loss), BATCHES, reference))
+    return SimpleNamespace(reference=reference, **vars(result))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_rows_under_masks_have_the_log_probabilities_of_stock_transformers(
         rows = [[name] for name in sum(rows, ())] if layout == "alone" else rows
         batch = PairCollator(1, layout)([[pairs[name] for name in row] for row in rows])
         with torch.no_grad():
-            found = answer_logprobs(network, batch)
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
+            logprobs = answer_logprobs(network, batch)
+        torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=EXACT)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -193,9 +193,9 @@ def test_gemma4_whose_pictures_are_seen_whole_in_windows_is_that_of_stock(tmp_pa
     model = seeing.ours()
     theirs = seeing.stock(seeing.write(model))
     with torch.no_grad():
-        found = answer_logprobs(CausalLMLogprobs(model), PairCollator(1, "shared")([pairs]))
+        logprobs = answer_logprobs(CausalLMLogprobs(model), PairCollator(1, "shared")([pairs]))
         wanted = both_logprobs(seeing, theirs, [names])
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=EXACT)
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-6, atol=EXACT)
     # What the last layer says of pictures reaches no answer.
     samples = seeing.data(map(sample_row, names), "samples", *options)
     batch = SampleCollator(1)([samples])
@@ -213,7 +213,7 @@ def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(see
     model = seeing.ours()
     theirs = seeing.stock(seeing.write(model))
     engine = SimpleNamespace(module=SimpleNamespace(model=model), device=torch.device("cpu"))
-    found = greedy_decode(
+    answers = greedy_decode(
         model,
         seeing.tokenizer,
         [sample.prompt.tolist() for sample in samples],
@@ -223,7 +223,7 @@ def test_sample_answers_and_losses_of_tokens_are_those_of_stock_transformers(see
     )
     shown = first_sequences(samples, len(samples))
     losses = token_losses(engine, shown)
-    for name, answer, sequence, own in zip(NAMES, found, shown, losses, strict=True):
+    for name, answer, sequence, own in zip(NAMES, answers, shown, losses, strict=True):
         messages = sample_row(name)["messages"]
         inputs, before = seeing.inputs(messages, PICTURES[name])
         prompt = seeing.prompt_inputs(messages, PICTURES[name])
@@ -287,7 +287,7 @@ def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
     stock = AutoModelForImageTextToText.from_pretrained(seeing.base).model
     rows = [("one", "several", "like", "none"), ("another",)]
     batch = SampleCollator(1)([[samples[name] for name in row] for row in rows])
-    found = hook._positions(
+    positions = hook._positions(
         batch.input_ids, batch.position_ids, None, hook._table(torch.device("cpu"))
     )
     for row, names in enumerate(rows):
@@ -297,7 +297,7 @@ def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
             own = stock.get_rope_index(
                 inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=grid
             )[0]
-            assert torch.equal(found[:, row, batch.segment_ids[row] == number], own[:, 0])
+            assert torch.equal(positions[:, row, batch.segment_ids[row] == number], own[:, 0])
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("gemma3", True), ("llava_next", False)])

@@ -86,9 +86,9 @@ GOOD = {
 def test_pixels_are_those_of_transformers(tmp_path, name):
     (tmp_path / "picture").write_bytes(GOOD[name])
     wanted = load_image(str(tmp_path / "picture"))
-    found = open_picture(GOOD[name])
-    assert (found.mode, found.size) == ("RGB", wanted.size)
-    assert found.tobytes() == wanted.tobytes()
+    image = open_picture(GOOD[name])
+    assert (image.mode, image.size) == ("RGB", wanted.size)
+    assert image.tobytes() == wanted.tobytes()
     # PIL images of rows in memory come as PNG.
     again = read(Picture(image=Image.open(BytesIO(GOOD[name]))))
     assert again.startswith(b"\x89PNG")
@@ -374,9 +374,9 @@ def test_many_may_put_the_same_bytes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", together)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: store.put(Picture(data=PNG), PNG), range(4)))
-    assert found == [{"digest": digest(PNG)}] * 4
-    assert store.load(found[0]) == PNG
+        references = list(pool.map(lambda _: store.put(Picture(data=PNG), PNG), range(4)))
+    assert references == [{"digest": digest(PNG)}] * 4
+    assert store.load(references[0]) == PNG
     assert len([each for each in tmp_path.rglob("*") if each.is_file()]) == 1
 
 

@@ -20,10 +20,10 @@ from addons.images.stock_processors import (
     stock_processor,
     stock_tokens,
 )
+from addons.images.vlms import SEEING, TORCHVISION, drawn, spread, tiny_vlm
 from dschat_lora.addons.images import processors
-from dschat_lora.addons.images.processors import load_processor
+from dschat_lora.addons.images.processors import PictureProcessor
 from dschat_lora.assets import BUNDLED_MODEL
-from helpers.images import SEEING, TORCHVISION, drawn, spread, tiny_vlm
 
 WITHOUT_VIDEO = ("llava_next", "gemma3", "idefics3")  # load everywhere
 HERE = (*SEEING, *(TORCHVISION if is_torchvision_available() else ()))
@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
 
 
 def _load(path):
-    return load_processor(path, AutoTokenizer.from_pretrained(path))
+    return PictureProcessor(path, AutoTokenizer.from_pretrained(path))
 
 
 def _tokens(processor, path):
@@ -108,10 +108,10 @@ def test_the_model_makes_a_feature_for_each_image_token(family, saved):
 def test_the_placeholder_is_what_the_template_writes(family, placeholder, saved):
     path = saved(family)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert load_processor(path, tokenizer).placeholder == placeholder
+    assert PictureProcessor(path, tokenizer).placeholder == placeholder
     # A tokenizer's template that knows no pictures gives way to the processor's.
     image, tokenizer.chat_template = tokenizer.chat_template, "{{ messages[0].content + 'x' }}"
-    processor = load_processor(path, tokenizer)
+    processor = PictureProcessor(path, tokenizer)
     assert (processor.placeholder, processor.chat_template) == (placeholder, image)
 
 
@@ -131,7 +131,7 @@ def test_the_placeholder_is_found_wherever_the_template_writes_it(template, save
         "{% set parts = messages[0].content %}{% set image = parts|length > 1 %}"
         "{% set text = parts[-1].text %}" + template
     )
-    assert load_processor(path, tokenizer).placeholder == "<image>"
+    assert PictureProcessor(path, tokenizer).placeholder == "<image>"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_given_tokenizer_stays_as_it_is(saved):
     with pytest.raises(
         ValueError, match=f"token 1024 is the image token, but .* has {size} tokens"
     ):
-        load_processor(path, tokenizer)
+        PictureProcessor(path, tokenizer)
     assert (len(tokenizer), tokenizer.all_special_tokens) == (size, before)
 
 
@@ -271,7 +271,7 @@ def test_an_image_token_that_the_processor_does_not_write_is_refused(saved, tmp_
 def test_other_types_are_refused_in_one_line(saved, tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     with pytest.raises(ValueError, match="of a model of type opt cannot .* llava_next, .* with"):
-        load_processor(str(BUNDLED_MODEL), tokenizer)
+        PictureProcessor(str(BUNDLED_MODEL), tokenizer)
     monkeypatch.setattr(processors, "is_torchvision_available", lambda: False)
     for family in TORCHVISION:
         with pytest.raises(ValueError, match=f"of type {family} need torchvision, which is not"):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from addons.images.vlms import drawn, prepared_by, tiny_vlm
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.held import held
 from dschat_lora.config.options import parse_config
@@ -14,7 +15,6 @@ from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.models.source import find_model
-from helpers.images import drawn, prepared_by, tiny_vlm
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from addons.images.test_towers import save_rows
-from helpers.images import drawn, tiny_vlm
+from addons.images.training import Seeing, numbered, sample_row
+from addons.images.vlms import drawn
 from helpers.launcher import ROOT
 
 pytestmark = [pytest.mark.stage, pytest.mark.thorough]
-COUNTS = [1, 0, 2, 0, 1, 2, 1, 0]  # so that a rank has rows without a picture
+# So that a rank has rows without a picture.
+ROWS = ("one", "none", "several", "none", "another", "several", "like", "none")
 MAIN = ROOT / "dschat_lora" / "__main__.py"
 RUN = """
     --model_name_or_path base --data_path rows.jsonl --eval_ratio 0.25 --lora_dim 4
@@ -28,8 +29,9 @@ TOWERS = {"frozen": (), "trained": ("--train_vision",)}
 def run(request, launcher, tmp_path_factory):
     """``run(out, *argv)``: the losses of a run of so many ``ranks``, or the line of its error."""
     home = tmp_path_factory.mktemp(request.param)
-    tiny_vlm(request.param, home / "base")
-    save_rows(home, COUNTS)
+    Seeing(request.param, home)
+    rows = [json.dumps(numbered(sample_row(name), n)) for n, name in enumerate(ROWS)]
+    (home / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
 
     def call(out, *argv, ranks=1):
         size = ("--per_device_train_batch_size", str(4 // ranks))
@@ -50,8 +52,8 @@ def test_losses_are_those_of_one_process_on_two_at_every_zero_stage(run, tower):
     assert len(wanted) >= 6
     for stage in range(4):
         out = f"{tower}-{stage}"
-        found = run(out, *TOWERS[tower], "--zero_stage", str(stage), ranks=2)
-        assert found == pytest.approx(wanted, abs=1e-5), stage
+        losses = run(out, *TOWERS[tower], "--zero_stage", str(stage), ranks=2)
+        assert losses == pytest.approx(wanted, abs=1e-5), stage
     recomputed = run(f"again-{tower}", *TOWERS[tower], "--gradient_checkpointing")
     assert recomputed == pytest.approx(wanted, abs=1e-6)
 
@@ -76,8 +78,8 @@ def test_a_run_goes_on_to_the_bit_and_only_with_the_same_pictures(run, tower):
     assert whole.keys() == half.keys()
     assert all(torch.equal(tensor, half[name]) for name, tensor in whole.items())
     assert any("vision" in name or "visual" in name for name in whole) == (tower == "trained")
-    picture = run.home / "0.png"
+    picture = run.home / "square.png"
     kept = picture.read_bytes()
     drawn(32, 32, seed=7).save(picture)
-    assert "beside text (picture 1, 0.png: was " in run(f"other-{tower}", *resuming)
+    assert "beside text (picture 1, square.png: was " in run(f"other-{tower}", *resuming)
     picture.write_bytes(kept)

@@ -1,144 +1,66 @@
 """Adapters of models that see, with and without factors in the vision tower, against stock PEFT."""
 
-import json
 from dataclasses import replace
 from unittest.mock import Mock
 
-import peft
 import pytest
 import torch
-from PIL import Image
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
+from addons.images.training import EXACT, PICTURES, SIZES, Seeing, sample_row
+from addons.images.vlms import drawn, spread
 from dschat_lora.addons.images.options import TrainingImageOptions
-from dschat_lora.addons.images.processors import PictureProcessor, load_processor
+from dschat_lora.addons.images.processors import PictureProcessor
 from dschat_lora.addons.images.vision import PictureInputs
-from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.export import save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.media import FIRST_ID, media_reader
-from dschat_lora.data.prepare import prepare
-from dschat_lora.lora.model import adapter_layout, adapter_parameters, adapters_disabled
+from dschat_lora.data.media import FIRST_ID
+from dschat_lora.lora.model import adapter_parameters, adapters_disabled
 from dschat_lora.lora.names import is_inside
 from dschat_lora.lora.rates import parameter_groups
-from dschat_lora.models.build import build_causal_lm, check_targets
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.loading import load_tokenizer, share_parameters
-from dschat_lora.models.source import find_model
 from dschat_lora.runtime import resume
 from dschat_lora.runtime.resume import check_identity
-from helpers.images import drawn, spread, tiny_vlm
 
-EXACT = 1e-5
-SIZES = [(32, 32), (20, 40)]
-COUNTS = [1, 2, 0]  # pictures of each row
+NAMES = ("one", "several", "none")
 BESIDE = ("all-beside",)
 SOME = ("llava_next", "gemma3", "qwen3_vl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def save_rows(folder, counts=COUNTS):
-    """Pictures and conversations of a folder; the path of the rows."""
-    rows = []
-    for number, size in enumerate(SIZES):
-        drawn(*size, seed=number).save(folder / f"{number}.png")
-    for number, count in enumerate(counts):
-        parts = [{"type": "image"}] * count + [{"type": "text", "text": f"What is it {number}?"}]
-        answer = [{"type": "text", "text": f"it is {number}"}]
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        images = [f"{(number + k) % 2}.png" for k in range(count)]
-        rows.append({"messages": messages, **({"images": images} if count else {})})
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return path
+class Rows(Seeing):
+    """A tiny model that sees, with three rows of pictures."""
 
-
-class Seeing:
-    """A tiny model that sees, with rows of pictures, and what stock transformers makes of them."""
-
-    def __init__(self, family, folder):
-        self.family, self.folder = family, folder
-        self.base, rows = str(tiny_vlm(family, folder / "base")), save_rows(folder)
-        argv = ["--model_name_or_path", self.base, "--data_path", str(rows), "--eval_ratio", "0"]
-        argv += ["--data_output_path", str(folder / "cache"), "--preprocessing_num_workers", "1"]
-        self.config = parse_config(SupervisedConfig, argv, program="sft")
-        self.tokenizer = load_tokenizer(self.base, self.config.model)
+    def __init__(self, kind, folder):
+        super().__init__(kind, folder)
         self.read()
 
     def read(self):
         """Prepare the rows."""
-        self.reader = media_reader(self.config, self.tokenizer, self.base)
-        self.data = prepare(
-            *(self.config.data, self.tokenizer),
-            **{"phase": 1, "seed": 1, "eos_id": self.tokenizer.eos_token_id},
-            cache_dir=self.folder / "cache",
-            media=self.reader,
-        )
-
-    def ours(self, *targets, dtype=torch.float32):
-        """Our model with random factors."""
-        lora = LoraConfig(lora_dim=4, target_modules=targets)
-        source = find_model(self.base)
-        check_targets(source, ModelConfig(), lora)
-        adapted = build_causal_lm(
-            *(source, self.tokenizer, ModelConfig(), lora),
-            **{"dtype": dtype, "seed": 1, "meta": False},
-        )
-        self.reader.towers.clear()  # of other models
-        self.reader.attach(adapted.model)
-        self.applied = adapted.lora
-        with torch.no_grad():
-            for name, parameter in adapter_parameters(adapted.model).items():
-                own = torch.Generator().manual_seed(len(name))
-                if name.endswith("lora_B"):
-                    parameter.normal_(std=0.05, generator=own)
-        return adapted.model.eval()
-
-    def write(self, model, name="adapter"):
-        """The adapter as a stage writes it."""
-        write_adapter(
-            self.folder / name,
-            {name: p.detach() for name, p in adapter_parameters(model).items()},
-            self.applied,
-            layout=adapter_layout(model),
-            base_model_name_or_path=self.base,
-        )
-        return self.folder / name
-
-    def stock(self, adapter=None, base=None):
-        """The published class, under PEFT's adapter."""
-        model = AutoModelForImageTextToText.from_pretrained(base or self.base).eval()
-        if adapter is None:
-            return model
-        return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
+        self._read.clear()
+        self.samples = self.data(map(sample_row, NAMES))
 
     def rows(self):
         """Rows as (1, T) ids with runs, as what stock models take, and (T,) labels."""
-        processor = self.reader.processor._processor
-        for number, line in enumerate((self.folder / "rows.jsonl").read_text().splitlines()):
-            row, sample = json.loads(line), self.data.train[number]
-            pictures = [Image.open(self.folder / name) for name in row.get("images", ())]
-            text = self.tokenizer.apply_chat_template(
-                row["messages"], chat_template=self.reader.processor.chat_template, tokenize=False
-            )
-            images = {"images": [pictures]} if pictures else {}
-            stock = processor(text=[text], return_tensors="pt", **images)
+        for name, sample in zip(NAMES, self.samples, strict=True):
+            stock, _ = self.inputs(sample_row(name)["messages"], PICTURES[name])
             length = stock["input_ids"].shape[1]
             ids, labels = (
                 torch.as_tensor(each).long()[:length] for each in (sample.input_ids, sample.labels)
             )
-            plain = ids.where(ids < FIRST_ID, self.reader.token_id)
+            plain = ids.where(ids < FIRST_ID, self.media.token_id)
             assert plain.tolist() == stock["input_ids"][0].tolist()
             yield ids[None], stock, labels
 
 
 @pytest.fixture(scope="module")
 def seen(request, tmp_path_factory):
-    return Seeing(request.param, tmp_path_factory.mktemp(request.param))
+    return Rows(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @torch.no_grad()
@@ -159,7 +81,7 @@ def furthest(model, stock, seen):
 
 def loss_of(model, seen, numbers):
     """Summed loss of rows of the data, one after another in one packed row."""
-    batch = SampleCollator(0)([[seen.data.train[n] for n in numbers]])
+    batch = SampleCollator(0)([[seen.samples[n] for n in numbers]])
     own = batch.input_ids, batch.position_ids, batch.segment_ids
     return CausalLMLoss(model).eval()(*own, batch.logit_positions, batch.target_ids, batch.spans)
 
@@ -180,7 +102,7 @@ def test_adapters_of_tower_and_text_are_those_of_stock_peft(seen):
     assert furthest(model, theirs, seen) < EXACT
     with theirs.disable_adapter():
         assert furthest(model, theirs, seen) > 1e-3
-    loss, wanted = loss_of(model, seen, range(len(COUNTS))), stock_loss(theirs, seen)
+    loss, wanted = loss_of(model, seen, range(len(NAMES))), stock_loss(theirs, seen)
     torch.testing.assert_close(loss, wanted, rtol=EXACT, atol=0)
     loss.backward()
     wanted.backward()
@@ -199,7 +121,7 @@ def test_adapters_of_tower_and_text_are_those_of_stock_peft(seen):
 @pytest.mark.parametrize("seen", spread(*SOME), indirect=True)
 def test_a_batch_without_pictures_has_gradients_of_nothing_for_the_tower(seen):
     model = seen.ours("all-linear", "all-beside")
-    loss = loss_of(model, seen, [COUNTS.index(0)])
+    loss = loss_of(model, seen, [NAMES.index("none")])
     loss.backward()
     tower = [p.grad for n, p in adapter_parameters(model).items() if is_inside(n, model.rest)]
     assert not any(grad.any() for grad in tower if grad is not None)
@@ -221,11 +143,12 @@ def test_a_merged_model_is_the_unmerged_one_in_stock_transformers(seen, rest, tm
         dropouts={},
     )
     # PEFT's own merge of the tiny gemma4 is as far off: its norms stretch what is rounded.
-    limit = 2e-4 if seen.family == "gemma4" else EXACT
-    assert furthest(model, seen.stock(base=tmp_path / "merged"), seen) < limit
-    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
+    limit = 2e-4 if seen.kind == "gemma4" else EXACT
     merged = str(tmp_path / "merged")
-    load_processor(merged, load_tokenizer(merged, ModelConfig()))
+    stock = AutoModelForImageTextToText.from_pretrained(merged).eval()
+    assert furthest(model, stock, seen) < limit
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
+    PictureProcessor(merged, load_tokenizer(merged, ModelConfig()))
 
 
 @pytest.mark.parametrize("seen", SOME, indirect=True)
@@ -291,18 +214,18 @@ def test_factors_of_the_tower_have_a_rate_of_their_own(seen):
         **{"rest": 1e-5, "rest_B": 4e-5},
     }
     tower = {id(p) for n, p in adapter_parameters(model).items() if is_inside(n, model.rest)}
-    found = {id(p) for name in ("rest", "rest_B") for p in groups[name]["params"]}
-    assert found == tower
+    rated = {id(p) for name in ("rest", "rest_B") for p in groups[name]["params"]}
+    assert rated == tower
     model.rest_rate = None
     assert {group["name"] for group in parameter_groups(model, optim)} == {"lora", "lora_B"}
 
 
 @pytest.mark.parametrize("seen", SOME[:1], indirect=True)
 def test_a_rate_for_a_frozen_tower_is_refused(seen):
-    seen.reader.options = replace(seen.reader.options, vision_learning_rate=1e-5)
+    seen.media.options = replace(seen.media.options, vision_learning_rate=1e-5)
     with pytest.raises(ValueError, match=r"^--vision_learning_rate 1e-05 is for adapters of the"):
         seen.ours("all-linear")
-    seen.reader.options = replace(seen.reader.options, vision_learning_rate=None)
+    seen.media.options = replace(seen.media.options, vision_learning_rate=None)
 
 
 def test_train_vision_adds_the_layers_that_see_to_those_that_are_chosen():
@@ -329,25 +252,25 @@ def test_towers_are_of_the_type_of_the_model(seen, dtype):
         tower = {p.dtype for n, p in hook_of(model).tower.named_parameters() if "lora" not in n}
         assert tower == {dtype} or rest
         with torch.no_grad(), adapters_disabled(model):
-            found = model(ids, use_cache=False).logits
-            torch.testing.assert_close(found, theirs(**pixels).logits, rtol=0.02, atol=0.02)
+            logits = model(ids, use_cache=False).logits
+            torch.testing.assert_close(logits, theirs(**pixels).logits, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("seen", SOME[:1], indirect=True)
 def test_a_run_goes_on_with_the_same_pictures_alone(seen, monkeypatch):
-    before = dict(seen.reader.identity)
+    before = dict(seen.media.identity)
     seen.read()
-    assert seen.reader.identity == before
-    whole = (seen.folder / "1.png").read_bytes()
-    drawn(*SIZES[1], seed=9).save(seen.folder / "1.png")
+    assert seen.media.identity == before
+    whole = (seen.folder / "tall.png").read_bytes()
+    drawn(*SIZES["tall"], seed=9).save(seen.folder / "tall.png")
     seen.read()
     monkeypatch.setattr(resume, "read_state", lambda _: {"step": 2, "identity": {"media": before}})
-    told = r"what differs: what rows hold beside text \(picture 2, 1\.png: was [0-9a-f]{8}, now"
+    told = r"what differs: what rows hold beside text \(picture 2, tall\.png: was [0-9a-f]{8}, now"
     with pytest.raises(ValueError, match=told):
-        check_identity(seen.folder, {"media": seen.reader.identity})
-    (seen.folder / "1.png").write_bytes(whole)
+        check_identity(seen.folder, {"media": seen.media.identity})
+    (seen.folder / "tall.png").write_bytes(whole)
     seen.read()
-    described = dict(seen.reader.processor.described())
+    described = dict(seen.media.processor.described())
     monkeypatch.setattr(PictureProcessor, "described", lambda _: described | {"backend": "other"})
     with pytest.raises(ValueError, match=r"beside text \(the processor: was [0-9a-f]{8}, now"):
-        check_identity(seen.folder, {"media": seen.reader.identity})
+        check_identity(seen.folder, {"media": seen.media.identity})

@@ -1,20 +1,21 @@
 """Rows with pictures for tiny models that see, in our pieces and in stock transformers and PEFT."""
 
 import json
+from dataclasses import replace
 
 import peft
 import torch
 from transformers import AutoModelForImageTextToText
 
+from addons.images.vlms import drawn, prepared_by, tiny_vlm
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.config.addons import through_addons
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
-from dschat_lora.models.build import build_causal_lm
+from dschat_lora.models.build import build_causal_lm, check_targets
 from dschat_lora.models.source import find_model
-from helpers.images import drawn, prepared_by, tiny_vlm
 
 SIZES = {"square": (32, 32), "tall": (20, 40), "wide": (48, 24), "other": (32, 32)}
 # One, several and no picture of a row, by name.
@@ -58,6 +59,11 @@ def pair_row(name):
     }
 
 
+def numbered(row, number):
+    """The row as another one, which asks for its number too."""
+    return json.loads(json.dumps(row).replace("Which is", f"Number {number}: which is"))
+
+
 class Seeing:
     """A tiny model that sees, on disk, beside its pictures."""
 
@@ -96,15 +102,17 @@ class Seeing:
         samples = [prepared.train[index] for index in range(len(prepared.train))]
         return samples, config, tokenizer, prepared.media
 
-    def ours(self, *, build=build_causal_lm, lora=None):
+    def ours(self, *targets, build=build_causal_lm, dtype=torch.float32):
         """Our model with an adapter that does something, over the pictures of ``data``."""
-        lora = lora or LoraConfig(lora_dim=4, lora_alpha=8.0)
+        lora = LoraConfig(lora_dim=4, lora_alpha=8.0)
+        lora = replace(lora, target_modules=targets or lora.target_modules)
+        check_targets(self.source, self.config.model, lora)
         adapted = build(
             self.source,
             self.tokenizer,
             self.config.model,
             lora,
-            dtype=torch.float32,
+            dtype=dtype,
             seed=1,
             meta=False,
         )
@@ -113,6 +121,7 @@ class Seeing:
         for name, parameter in adapter_parameters(adapted.model).items():
             if name.endswith("lora_B"):
                 parameter.data.normal_(std=0.05, generator=generator)
+        self.media.towers.clear()  # of other models
         self.media.attach(adapted.model)
         return adapted.model.eval()
 
@@ -135,14 +144,15 @@ class Seeing:
 
     def inputs(self, messages, names):
         """What the model's own processor makes of messages, and the tokens before the answer."""
-        before = self._inputs(messages[:-1], names)["input_ids"].shape[1]
-        return self._inputs(messages, names), before
+        before = self.all_inputs(messages[:-1], names)["input_ids"].shape[1]
+        return self.all_inputs(messages, names), before
 
     def prompt_inputs(self, messages, names):
         """The same of what precedes the last message."""
-        return self._inputs(messages[:-1], names)
+        return self.all_inputs(messages[:-1], names)
 
-    def _inputs(self, messages, names):
+    def all_inputs(self, messages, names):
+        """What the processor makes of messages up to the assistant's turn or its end."""
         key = json.dumps([messages, names])
         if key not in self._made:
             text = self.tokenizer.apply_chat_template(

@@ -5,8 +5,7 @@ import inspect
 import pytest
 
 from dschat_lora.addons.rewards.builtin import BUILTINS, builtin_function
-from dschat_lora.rl.loop.validation import check_rewards
-from dschat_lora.rl.options.config import RewardsConfig, RlhfConfig
+from dschat_lora.rl.options.config import RewardsConfig
 from dschat_lora.rl.score.scores import load_scorer
 from helpers.roles import Words
 
@@ -57,21 +56,6 @@ def test_every_built_in_is_one_that_the_table_tests():
     cases = next(m for m in test_built_in_reward.pytestmark if m.name == "parametrize").args[1]
     elsewhere = {"json_schema", "judge", "python_tests", "ifeval"}  # test_external_rewards.py
     assert {case[0].partition("=")[0] for case in cases} | elsewhere == set(BUILTINS)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nosuch", "there is no such built-in reward; there are builtin:exact_match, builtin:r"),
-        ("regex", "give a regular expression"),
-        ("regex=(", "missing .*, unterminated"),
-        ("length=0", "give a number of tokens, as in builtin:length=40"),
-        ("soft_overlong=64", "give most tokens and those that are punished"),
-    ],
-)
-def test_a_built_in_that_cannot_be_is_refused_with_the_options(name, words):
-    with pytest.raises(ValueError, match=f"--reward_function builtin:.*{words}"):
-        check_rewards(RlhfConfig(rewards=RewardsConfig((f"builtin:{name}",))), None)
 
 
 def test_the_column_of_a_built_in_must_be_there():

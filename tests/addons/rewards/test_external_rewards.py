@@ -27,8 +27,8 @@ def responses_of(*tokens, **row):
 
 def scored(name, responses):
     scorer = load_scorer(RewardsConfig(reward_function=(name,)), Words(), has_model=False)
-    found = scorer(responses, TrainerState())
-    return found.total.tolist(), (found.metrics, found.columns)
+    scores = scorer(responses, TrainerState())
+    return scores.total.tolist(), (scores.metrics, scores.columns)
 
 
 # ---------------------------------------------------------------------------- a judge
@@ -108,22 +108,6 @@ def test_a_judge_that_answers_with_an_error_is_named(endpoint):
     assert f"the judge {url} cannot be asked" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("", "give an endpoint, as in builtin:judge=http://127.0.0.1:8000/v1"),
-        ("localhost:8000", "give an endpoint"),
-        ("http://localhost/v1#missing.txt", "the rubric missing.txt cannot be read"),
-        ("http://localhost/v1#empty.txt", "must have {response} where the answer stands"),
-    ],
-)
-def test_a_judge_that_cannot_be_is_refused(argument, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").write_text("Is it good?")
-    with pytest.raises(ValueError, match=words):
-        builtin_function(f"builtin:judge={argument}")
-
-
 # ---------------------------------------------------------------------------- Python that runs
 
 SORT = "def sort(x):\n    return sorted(x)"
@@ -154,8 +138,8 @@ def test_code_is_the_last_block_and_passes_the_tests_of_its_row():
     responses = responses_of(*(tuple(map(ord, t)) for t in texts), **row)
     assert scorer(responses, TrainerState()).total.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     for tests in (None, [], ""):
-        found = scorer(responses_of((49,), tests=tests), TrainerState())
-        assert found.total.isnan().all()
+        scores = scorer(responses_of((49,), tests=tests), TrainerState())
+        assert scores.total.isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -105,13 +105,13 @@ def test_a_server_is_asked_once_for_all_responses(server):
         return {"rewards": [float(len(q)) for q in data["query"]], "extra_logs": {"n": 2}}
 
     url, asked = server(answer, "/get_reward")
-    found = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)(
+    scores = load_scorer(RewardsConfig(reward_function=(url,)), Words(), has_model=False)(
         RESPONSES, TrainerState()
     )
-    assert found.by_name["get_reward"].tolist() == [8.0, 4.0]
+    assert scores.by_name["get_reward"].tolist() == [8.0, 4.0]
     body = {"query": ["5 67 8 2", "34 5"], "prompts": ["5 6", "3"], "labels": ["4", "6"]}
     assert [(path, sent) for path, _, sent in asked] == [("/get_reward", body)]
-    assert (found.metrics, found.columns) == ({"n": 2.0}, {})
+    assert (scores.metrics, scores.columns) == ({"n": 2.0}, {})
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,3 @@ def test_a_server_that_gives_no_scores_is_named(server, answer, words):
         functions(RESPONSES, TrainerState())
     texts = [str(caught.value.__cause__), str(caught.value.__cause__.__cause__)]
     assert any(url in text and words in text for text in texts)
-
-
-def test_an_address_scores_and_answers_no_turns():
-    RewardsConfig(reward_function=("https://host/score",))
-    with pytest.raises(ValueError, match="or the address of a server that scores"):
-        RewardsConfig(reward_function=("ftp://host/score",))
