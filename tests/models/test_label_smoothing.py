@@ -50,7 +50,7 @@ def test_loss_and_gradient_are_smoothed_in_training_and_plain_in_evaluation(netw
     for trains, smoothing in ((True, 0.2), (False, 0.0)):
         loss = network.train(trains)(**inputs)
         expected = cross_entropy(network, batch, reduction="sum", label_smoothing=smoothing)
-        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(loss.float(), expected)
         ours, theirs = (gradients_of(each, network.model) for each in (loss, expected))
         assert_same_gradients(ours, theirs, least=0.1)
         losses.append(loss.item())
