@@ -6,6 +6,8 @@ x1 sin) of halves (arXiv:2104.09864), and writes keys and values where the cache
 in fp32 and rounded once.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -98,4 +100,6 @@ def _kernel(
 # ranks or more) products with first factors and up (all heads x D, rank) second ones. cos and sin
 # (N, D). query_norm and key_norm (D,), both or none. keys and values (N or more, key heads,
 # columns, D) of the cache, columns (N,) int64 where each row's token goes.
-place_heads = define("place_heads", _kernel, plain=_plain, writes=("query", "keys", "values"))
+place_heads: Callable[..., None] = define(
+    "place_heads", _kernel, plain=_plain, writes=("query", "keys", "values")
+)

@@ -8,7 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _LIBRARY = torch.library.Library("dschat_lora", "DEF")
 ON_CPU = False  # run kernels on a CPU too, by Triton's interpreter, as their tests do
 PLAIN_ON_CPU = False  # take operators there as on a GPU, and compute them by torch
