@@ -252,7 +252,7 @@ FLOORS = [
         "addons.nlg": Room(
             "addons.loralib algos checkpoint config data engine generation lora models report"
             " runtime supervised",
-            "nltk pycocoevalcap sacrebleu torch transformers",
+            "nltk pycocoevalcap sacrebleu tokenizers torch transformers",
             "addon config formats predictions validation verbs",
         ),
         "addons.tinker": Room(
