@@ -5,13 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from dschat_lora.algos.segments import make_spans
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.lora.casts import FactorCasts
-from dschat_lora.lora.model import apply_lora
 from dschat_lora.models import attention, training_graphs
 from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
@@ -23,7 +21,7 @@ from helpers.iterations import ragged_responses
 from helpers.pairs import ragged_pairs
 from helpers.recorded import record, recordable
 from helpers.spread import ALL
-from helpers.tiny import ragged_samples, random_model, tiny_model
+from helpers.tiny import ragged_samples, tiny_model, trained
 
 SIZES = {n: v for n, v in vars(training_graphs).items() if isinstance(v, int)}  # of a run
 
@@ -36,14 +34,7 @@ def on_gpu():
 
 
 def adapted(model, **options):
-    model.requires_grad_(False)
-    apply_lora(model, LoraConfig(lora_dim=3, **options), seed=0)
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model
+    return trained(model.requires_grad_(False), LoraConfig(lora_dim=3, **options))
 
 
 def text_loss(network, batch):
@@ -95,10 +86,7 @@ def policy_loss(network, batch):
 
 
 def scorer(kind):
-    config = tiny_model(kind).config
-    config.num_labels = 1
-    auto = AutoModelForSequenceClassification
-    return RewardModel(adapted(random_model(config, auto=auto), modules_to_save=("score",)))
+    return RewardModel(adapted(tiny_model(kind, num_labels=1), modules_to_save=("score",)))
 
 
 CASES = {
