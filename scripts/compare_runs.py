@@ -124,7 +124,6 @@ CONFIGURATIONS = {
         f"{GROUPS} --algorithm grpo --data_path {{inputs}}/chats.jsonl --eval_ratio 0.1 "
         "--agent user_functions:play",
     ),
-    "transformers": Configuration("step3_rlhf", f"{GRPO} --rollout_engine transformers"),
     "server": Configuration("step3_rlhf", f"{SERVER} {SLOWLY}"),
     "ahead": Configuration("step3_rlhf", f"{SERVER} --rollouts_ahead 1 {SLOWLY}"),
     "dynamic": Configuration(

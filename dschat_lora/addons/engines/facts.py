@@ -12,12 +12,6 @@ def server_addresses(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
 
 
-TRANSFORMERS = EngineFacts(
-    "its continuous batching",
-    make=f"{_HERE}.transformers_engine:transformers_engine",
-    needs_whole_weights=True,
-    same_model=True,
-)
 VLLM = EngineFacts(
     "which the run starts beside itself",
     make=f"{_HERE}.vllm_server:vllm_engine",

@@ -29,7 +29,7 @@ of_calls = partial(option, when="reward_function")
 def _where_counted(value: Callable[[str], Any]) -> str:
     """A message where nothing here counts the responses that are decoded at a time."""
     engine, name = value("engine"), value("rollout_engine")
-    if not engine.batches_itself or engine.decodes_actor or value("players"):
+    if not engine.batches_itself or value("players"):
         return ""
     return no_effect("max_num_seqs", f" with --rollout_engine {name}, which batches them itself")
 

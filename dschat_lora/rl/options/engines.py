@@ -55,8 +55,8 @@ class EngineFacts:
 
     @property
     def decodes_actor(self) -> bool:
-        """Whether an engine of the package computes here, with the actor's own modules."""
-        return self.own is None and self.in_process and self.same_model
+        """Whether the package's own decoder computes here, with the actor's own modules."""
+        return self is ENGINES["own"]
 
     def check(self, config: "RlhfConfig", inputs: "RlhfInputs") -> None:
         """Refuse options that the engine does not take."""

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dschat_lora.rl.draw.server_engine import server_engine
-from dschat_lora.rl.draw.transformers_engine import transformers_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
 from addons.engines.fake_vllm import command_of
@@ -33,7 +32,7 @@ from helpers.spread import ALL
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-ENGINES = ("own", "servers", *["transformers", "vllm"] * ALL)
+ENGINES = ("own", "servers", *["vllm"] * ALL)
 SAMPLING = Sampling(12)
 
 
@@ -119,8 +118,6 @@ def decoding(request, actor):
     """A function that gives a context with the engine's decoder."""
     if request.param == "own":
         engine = OwnEngine(site_of(actor))
-    elif request.param == "transformers":
-        engine = transformers_engine(site_of(actor))
     elif request.param == "servers":
         engine = engine_of(request.getfixturevalue("addresses"), actor)
     else:
@@ -220,13 +217,6 @@ def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
     errors = (chances * (1 - chances) / count).sqrt() + 1e-3
     assert chances.max() < 0.95
     assert ((drawn - chances).abs() / errors).max() < 4
-
-
-def test_a_type_that_transformers_cannot_batch_is_refused_before_the_run(actor, monkeypatch):
-    monkeypatch.setattr("dschat_lora.addons.engines.transformers_engine._ASK_LENGTH", ())
-    words = r"transformers 5\S* has no continuous batching for model type opt; .*get_seq_length"
-    with pytest.raises(ValueError, match=words):
-        transformers_engine(site_of(actor))
 
 
 def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_others(actor):

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 import dschat_lora as dl
 from addons.engines.fake_vllm import command_of
 from dschat_lora.addons.engines import completions
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.rl.loop import setup
 from helpers.served import served
 from helpers.spread import ALL
@@ -77,16 +75,6 @@ def check_drawn(run):
     assert (Path(run.path) / "actor" / "adapter" / "adapter_config.json").is_file()
 
 
-@pytest.mark.thorough
-def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
-    engine = {"rollout_engine": "transformers"}
-    run = dl.rlhf(
-        data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **engine, **OPTIONS
-    )
-    check_beside_own(run, own)
-    assert not any("rollout_kl" in line for line in of_kind(own, "train"))
-
-
 def test_vllm_is_started_for_a_run_and_ends_with_it(tmp_path):
     with server() as address:
         run = dl.rlhf(
@@ -114,23 +102,6 @@ def test_vllm_that_does_not_start_ends_a_run_with_what_it_said(tmp_path):
             vllm_command=command_of("broken"),
             **OPTIONS,
         )
-
-
-@pytest.mark.thorough
-def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
-    calls, generate = [], ContinuousMixin.generate_batch
-
-    def fail_later(*args, **options):
-        calls.append(args)
-        if len(calls) == 3:  # after the first, by which the engine tries itself, and an iteration
-            raise RuntimeError("the engine is broken")
-        return generate(*args, **options)
-
-    monkeypatch.setattr(ContinuousMixin, "generate_batch", fail_later)
-    options = {**OPTIONS, "rollout_engine": "transformers", "eval_prompts": 0}
-    with pytest.raises(RuntimeError, match="the engine is broken"):
-        dl.rlhf(data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "run", **options)
-    assert [each.name for each in checkpoints_of(tmp_path / "run")] == ["step-00000001"]
 
 
 @pytest.mark.thorough
