@@ -129,7 +129,7 @@ CONFIGURATIONS = {
     "dynamic": Configuration(
         "step3_rlhf",
         f"{GROUPS} {PROMPTS} --reward_function user_functions:by_thirds --algorithm dapo "
-        "--dynamic_sampling 2 --oversample 1.5 --no-mask_truncated_completions",
+        "--dynamic_sampling 2 --no-mask_truncated_completions",
     ),
     "text": Configuration(
         "step3_rlhf",

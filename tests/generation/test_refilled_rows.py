@@ -217,16 +217,3 @@ def test_a_sequence_that_can_draw_nothing_takes_none_of_its_prompt_along():
     assert found.undrawn() == plain.undrawn()
     assert found.tokens() == plain.tokens()
     assert 0 < sum(plain.undrawn()) < 12
-
-
-@pytest.mark.parametrize("needed", [1, 3, 5])
-def test_rows_are_given_up_once_the_needed_prompts_have_their_responses(needed):
-    model = adapted(tiny_model("llama"), seed=1)
-    _, whole = drawn(model)
-    decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(3, 0))
-    expected = [list(own) for own in whole.tokens()]
-    found = decoder(PROMPTS, Sampling(30, **GREEDY), seeds=SEEDS, limits=LIMITS, needed=needed)
-    groups = [found.cut[2 * n : 2 * n + 2] for n in range(len(PROMPTS))]
-    assert groups.count([False, False]) == needed
-    for own, other, cut in zip(found.tokens(), expected, found.cut, strict=True):
-        assert cut or own == other

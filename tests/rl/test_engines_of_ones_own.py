@@ -133,7 +133,7 @@ def test_facts_have_defaults_and_are_those_that_a_class_or_object_says():
     facts = engine_facts(RANDOM)
     assert facts.in_process
     assert facts.batches_itself
-    others = "exact needs_whole_weights takes_adapter same_model can_run_ahead gives_up".split()
+    others = "exact needs_whole_weights takes_adapter same_model can_run_ahead".split()
     assert not any(getattr(facts, name) for name in others)
     Known.needs_whole_weights, Known.bytes_beside_training = True, lambda self, config: 12
     try:

@@ -71,7 +71,6 @@ def test_rows_are_whole_groups_and_the_fullest_rank_decides(monkeypatch):
     ("batch", "rows"),
     [
         ({"max_num_seqs": 12}, 12),
-        ({"oversample": 1.5}, 24),
         *[({"rollout_engine": "vllm"}, 16)] * bool(of_addon("engines.addon")),
     ],
 )

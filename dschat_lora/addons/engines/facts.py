@@ -21,7 +21,6 @@ VLLM = EngineFacts(
     takes_adapter=True,
     same_model=True,
     can_run_ahead=True,
-    gives_up=True,
 )
 SERVERS = EngineFacts(
     "servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their "
@@ -36,7 +35,6 @@ SERVERS = EngineFacts(
     takes_adapter=True,
     same_model=True,
     can_run_ahead=True,
-    gives_up=True,
 )
 
 

@@ -73,7 +73,7 @@ def decoding_by_memory(
     fullest. Nothing changes where ``--max_num_seqs`` is a number, or auto goes by the batch.
     """
     batch = config.batch
-    goes_by_batch = batch.max_num_seqs != "auto" or batch.oversample > 1 or config.players
+    goes_by_batch = batch.max_num_seqs != "auto" or config.players
     if plan is None or device_type() != "cuda" or goes_by_batch or not batch.engine.decodes_actor:
         return config, plan
     if any(block.has_state for block in describe(model).blocks):

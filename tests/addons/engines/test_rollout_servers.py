@@ -15,7 +15,6 @@ from dschat_lora.addons.engines.completions import (
     CompletionPool,
     CompletionServer,
     EngineError,
-    ServerAnswer,
     ServerError,
     _Work,
 )
@@ -369,31 +368,6 @@ def test_a_server_that_does_not_take_the_key_any_more_is_lost_at_once():
         assert found.lost.keys() == {strange.address}
         assert "refuses the key of ROLLOUT_API_KEY, 401" in said[0]
         assert strange.asked < 10
-
-
-def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
-    def slow_for_one(handler, body, number):
-        if body["prompt"][0] in (2, 3):  # of one group
-            time.sleep(1.5)
-        return False
-
-    with servers(fake := Fake(slow_for_one)) as (found, said):
-        start = time.monotonic()
-        wait = found.begin(BODIES, group_size=2, needed=9)
-        answers = wait()
-        assert time.monotonic() - start < 1.2
-        assert [n for n, answer in enumerate(answers) if answer is None] == [2, 3]
-        assert said == []
-        assert fake.asked <= len(BODIES)
-        check(found.begin(BODIES)())
-
-
-def test_answers_beyond_those_that_are_needed_are_given_up_too():
-    work = _Work([None] * 6, group_size=2, needed=2)
-    for number in (4, 5, 0, 2, 3, 1):  # the last group came while the second one ended
-        with work.changed:
-            work.give(number, ServerAnswer([number], [-1.0], True))
-    assert [n for n, answer in enumerate(work.whole()) if answer is not None] == [2, 3, 4, 5]
 
 
 def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():

@@ -11,7 +11,6 @@ import dschat_lora as dl
 from addons.engines.fake_vllm import command_of
 from dschat_lora.addons.engines import completions
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.rl.loop import setup
 from helpers.served import served
 from helpers.spread import ALL
 from helpers.step1 import rollouts
@@ -150,26 +149,11 @@ def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes
     assert [line["step"] for line in of_kind(run, "train")] == [1, 2, 3, 4]
 
 
-def test_oversampling_of_data_that_are_one_iteration_is_refused_before_a_model_is_loaded(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(setup, "build_roles", None)
-    with pytest.raises(ValueError, match="--oversample 1.5 begins .* than the 4 of an"):
-        dl.rlhf(
-            data=ROWS[:5],  # one is held out
-            rewards=brevity,
-            max_steps=1,
-            output_dir=tmp_path / "run",
-            oversample=1.5,
-            generation_batches=2,
-            **OPTIONS,
-        )
-
-
-AHEAD = {**OPTIONS, "rollouts_ahead": 1, "actor_lora_learning_rate": 5e-3, "eval_prompts": 0}
-# Enough for texts that differ where the policy does.
-SMALL = {
-    **AHEAD,
+SMALL = {  # enough for texts that differ where the policy does
+    **OPTIONS,
+    "rollouts_ahead": 1,
+    "actor_lora_learning_rate": 5e-3,
+    "eval_prompts": 0,
     "per_device_generation_batch_size": 8,
     "per_device_training_batch_size": 8,
     "max_answer_seq_len": 8,
@@ -211,22 +195,3 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
     line = of_kind(whole, "train")[-1]
     assert line["rollout_kl"] > 1e-6
     assert line["importance_weight"] != 1
-
-
-@pytest.mark.parametrize("ahead", [None, 0, 1] if ALL else [1])
-def test_iterations_have_whole_groups_of_the_prompts_that_were_answered_first(tmp_path, ahead):
-    options = {**AHEAD, "rollouts_ahead": ahead or 0, "oversample": 1.5, "algorithm": "dapo"}
-    options |= {"dynamic_sampling": 1, "mask_truncated_completions": False}
-    with ExitStack() as stack:
-        if ahead is not None:
-            options["rollout_engine"] = stack.enter_context(server())
-        run = dl.rlhf(
-            data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **options
-        )
-    for line in of_kind(run, "train"):
-        assert (line["cut_prompts"], line["samples"]) == (2, 16)
-    for number in (1, 2):
-        rows = [r for r in rollouts(Path(run.path)) if r["iteration"] == number]
-        groups = [[r["prompt"] for r in rows[n : n + 4]] for n in range(0, 16, 4)]
-        assert all(len(set(group)) == 1 for group in groups)
-        assert len({group[0] for group in groups}) == 4
