@@ -46,7 +46,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
 RESUME = "--resume_from_checkpoint latest"
 DONE = "done.json"  # of a kept run: names of its paths
-GONE = "|rollout_temperature|reward_gate"  # options that a base may have had
 
 
 @dataclass(frozen=True)
@@ -451,10 +450,10 @@ def _compare_all(
                     lambda stage, options: base.run(stage, options, temporary / stage),
                 )
                 (kept / "inputs.done").touch()
-        left_out = GONE
+        left_out = ""
         if _code_of_data(base.path) != _code_of_data(ROOT):
             print("the code of data/ is another: fingerprints of data are not compared", flush=True)
-            left_out += "|fingerprint"
+            left_out = "|fingerprint"
         pool = ThreadPoolExecutor(jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
         futures = [pool.submit(compare, base, tree, kept, work, left_out, *each) for each in chosen]
