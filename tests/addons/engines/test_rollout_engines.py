@@ -11,7 +11,8 @@ from dschat_lora.rl.draw.server_engine import server_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
 from addons.engines.fake_vllm import command_of
-from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
+from dschat_lora.addons.engines.completion_pool import CompletionPool
+from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.rendezvous import usable_port
@@ -44,7 +45,7 @@ def changed(model, seed):
 def actor():
     source, options = find_model(None), ModelConfig()
     tokenizer = load_tokenizer(source.tokenizer, options)
-    found = build_causal_lm(
+    adapted = build_causal_lm(
         source,
         tokenizer,
         options,
@@ -53,11 +54,11 @@ def actor():
         seed=0,
         meta=False,
     )
-    changed(found.model.eval(), 1)
+    changed(adapted.model.eval(), 1)
     ends = [*end_ids(tokenizer), tokenizer.encode(".", add_special_tokens=False)[0]]
     prompts = [tokenizer(f"\n\nHuman: {text}\n\nAssistant:")["input_ids"] for text in QUESTIONS]
     return SimpleNamespace(
-        adapted=found, model=found.model, tokenizer=tokenizer, ends=ends, prompts=prompts
+        adapted=adapted, model=adapted.model, tokenizer=tokenizer, ends=ends, prompts=prompts
     )
 
 
@@ -150,10 +151,10 @@ def test_tokens_come_with_the_log_probabilities_that_they_were_drawn_with(decodi
         changed(actor.model, seed)
         with decoding() as decode:
             seeds = [[10 * n + k for k in range(4)] for n in range(len(actor.prompts))]
-            found = decode(actor.prompts, sampling, seeds=seeds, keep_logprobs=True)
-            tokens, own = tokens_of(found), [each.logprobs for each in found]
-            drawn = [each.sampler_logprobs for each in found]
-        assert not any(each.undrawn for each in found)
+            responses = decode(actor.prompts, sampling, seeds=seeds, keep_logprobs=True)
+            tokens, own = tokens_of(responses), [each.logprobs for each in responses]
+            drawn = [each.sampler_logprobs for each in responses]
+        assert not any(each.undrawn for each in responses)
         assert len(tokens) == 12
         for row, response in enumerate(tokens):
             prompt = actor.prompts[row // 4]
@@ -188,10 +189,10 @@ def test_seeds_repeat_responses_and_limits_cut_them(decoding, actor):
 
 def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
     with decoding() as decode:
-        found = tokens_of(
+        texts = tokens_of(
             decode(actor.prompts, Sampling(9, do_sample=False), seeds=[[0], [0], [0]])
         )
-    for prompt, response in zip(actor.prompts, found, strict=True):
+    for prompt, response in zip(actor.prompts, texts, strict=True):
         expected = []
         while not expected or (len(expected) < 9 and expected[-1] not in actor.ends):
             with torch.no_grad():
@@ -203,10 +204,10 @@ def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
 def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
     prompt, count = actor.prompts[2], 300
     with decoding() as decode:
-        found = tokens_of(decode([prompt], Sampling(1), seeds=[list(range(count))]))
+        texts = tokens_of(decode([prompt], Sampling(1), seeds=[list(range(count))]))
     with torch.no_grad():
         chances = actor.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-    drawn = torch.bincount(torch.tensor(found)[:, 0], minlength=len(chances)) / count
+    drawn = torch.bincount(torch.tensor(texts)[:, 0], minlength=len(chances)) / count
     errors = (chances * (1 - chances) / count).sqrt() + 1e-3
     assert chances.max() < 0.95
     assert ((drawn - chances).abs() / errors).max() < 4
