@@ -91,28 +91,25 @@ def test_each_layer_has_the_rank_and_scale_that_peft_gives_it(tmp_path):
     assert OWN_SETTINGS not in LoraConfig(lora_dim=3).described()
 
 
-def test_an_adapter_of_another_pattern_does_not_fit(tmp_path):
-    of_peft("llama", tmp_path)
-    model = tiny_model("llama")
-    apply_lora(model, LoraConfig(lora_dim=3, lora_alpha=7), seed=0)
-    with pytest.raises(
-        ValueError, match=r"down_proj\.lora_A is \(2, 48\), the model has \(3, 48\)"
-    ):
-        load_adapter(model, tmp_path)
-    fields = json.loads((tmp_path / "adapter_config.json").read_text())
-    fields["rank_pattern"]["q_proj"] = 6
-    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"q_proj\.lora_A must be \(6, n\) for rank 6"):
-        lora_config_of(tmp_path)
-
-
-def test_an_adapter_of_another_alpha_does_not_fit(tmp_path):
+@pytest.mark.parametrize(
+    ("pattern", "key", "value", "message"),
+    [
+        ("rank", "q_proj", 6, r"q_proj\.lora_A must be \(6, n\) for rank 6"),
+        ("alpha", "v_proj|o_proj", 8, r"trained with scaling 4 \(lora_alpha 8, r 2,"),
+    ],
+)
+def test_an_adapter_of_another_pattern_does_not_fit(pattern, key, value, message, tmp_path):
     of_peft("llama", tmp_path)
     model, _ = ours("llama", tmp_path)
+    plain = tiny_model("llama")
+    apply_lora(plain, LoraConfig(lora_dim=3, lora_alpha=7), seed=0)
+    shapes = r"down_proj\.lora_A is \(2, 48\), the model has \(3, 48\)"
+    with pytest.raises(ValueError, match=shapes):
+        load_adapter(plain, tmp_path)
     fields = json.loads((tmp_path / "adapter_config.json").read_text())
-    fields["alpha_pattern"]["v_proj|o_proj"] = 8
+    fields[f"{pattern}_pattern"][key] = value
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"trained with scaling 4 \(lora_alpha 8, r 2,"):
+    with pytest.raises(ValueError, match=message):
         load_adapter(model, tmp_path)
 
 
