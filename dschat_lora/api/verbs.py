@@ -95,7 +95,7 @@ def merge(
         values = {"model_name_or_path": model, "output_dir": output_dir}
         config = config_of(MergeConfig, values, options, stack)
         stack.enter_context(run_in_process())
-        directory: Path = late("runtime.merge:check_merge")(config)
+        directory: Path = late("runtime.merge:merged_directory")(config)
         on_first_process(lambda: late("runtime.merge:merge_model")(config))
         return directory
 

@@ -21,7 +21,7 @@ from dschat_lora.config.options import (
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.resume import is_first_rank, settle, with_options
-from dschat_lora.runtime.stage_main import late
+from dschat_lora.runtime.stage_main import load_late
 
 StageT = TypeVar("StageT", bound=StageConfig)
 RANK = 16  # of adapters of verbs and in Python, where nothing says one
@@ -43,14 +43,14 @@ class Stage:
     @property
     def config(self) -> type[Any]:
         """The class of its options."""
-        config_class = late(self.options).load()
+        config_class = load_late(self.options)
         assert isinstance(config_class, type)
         return config_class
 
     @property
     def check(self) -> Callable[[Any], Any]:
         """What gives the resolved config, or raises a ValueError."""
-        return late(self.checks).load()
+        return load_late(self.checks)
 
 
 STAGES: Mapping[str, Stage] = {

@@ -18,11 +18,7 @@ from dschat_lora.config.stages import (
 from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
 from dschat_lora.data.media import media_reader
-from dschat_lora.data.rows import (
-    DataKind,
-    check_some_prompt_fits,
-    check_sources,
-)
+from dschat_lora.data.rows import DataKind, check_some_prompt_fits, check_sources
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile

@@ -301,11 +301,11 @@ def _run(argv, main, outcome, whole):
         outcome.calls.append((values, named))
         raise _ReachedError
 
-    real = stage_main.LateFunction.load
+    real = stage_main.load_late
 
-    def load(late):
-        module, _, _ = late.path.partition(":")
-        return real(late) if whole or module in CHECKING else reach
+    def load(path):
+        module, _, _ = path.partition(":")
+        return real(path) if whole or module in CHECKING else reach
 
     def listen(where, **_):
         where[0].encode("idna")
@@ -317,7 +317,7 @@ def _run(argv, main, outcome, whole):
         with (
             replaced(
                 (sys, "argv", argv),
-                (stage_main.LateFunction, "load", load),
+                (stage_main, "load_late", load),
                 (train, "launch_stage", reach),
                 *(
                     (seeds, name, reach)
