@@ -24,7 +24,7 @@ LAYERS = {
 }
 for lora in of_addon("loralib.layers"):
     LAYERS |= {
-        "LoraConv": lambda lora=lora: lora.LoraConv(nn.Conv1d(2, 3, 2), r=1),
+        "Conv1d": lambda lora=lora: lora.Conv1d(2, 3, 2, r=1),
         "Linear": lambda lora=lora: lora.Linear(3, 4, r=2, lora_alpha=3),
         "MergedLinear": lambda lora=lora: lora.MergedLinear(
             3, 6, r=1, enable_lora=[True, False, True], fan_in_fan_out=True
@@ -33,7 +33,7 @@ for lora in of_addon("loralib.layers"):
         "Conv2d": lambda lora=lora: lora.Conv2d(1, 2, 2, r=1),
         "Conv3d": lambda lora=lora: lora.Conv3d(1, 1, 2, r=1),
     }
-SHAPES = {"LoraConv": (2, 4), "Conv2d": (1, 3, 3), "Conv3d": (1, 2, 2, 2)}
+SHAPES = {"Conv1d": (2, 4), "Conv2d": (1, 3, 3), "Conv3d": (1, 2, 2, 2)}
 
 
 def made(name):
