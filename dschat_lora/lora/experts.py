@@ -20,14 +20,13 @@ from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
 from dschat_lora.lora.layers import (
     Context,
-    QuantizedState,
     full_shape,
     gated,
     state_of,
     zeros,
 )
 from dschat_lora.lora.names import EXPERT_WEIGHTS
-from dschat_lora.lora.nf4 import quantize
+from dschat_lora.lora.nf4 import NF4State, quantize
 
 FUSES_GATE = "fuses_gate"  # attribute of modules of experts: whether on a CPU too
 _ALIGNMENT = 16  # bytes; of rows and matrices of a grouped product
@@ -266,7 +265,7 @@ class _QuantizedExperts(torch.autograd.Function):
         weight: Tensor,
         ends: Tensor,
         transposed: bool,
-        state: QuantizedState,
+        state: NF4State,
     ) -> Tensor:
         ctx.save_for_backward(weight, ends)
         ctx.state, ctx.transposed = state, transposed
@@ -298,7 +297,7 @@ class _LoraExperts(torch.autograd.Function):
         transposed: bool,
         down: Tensor | None,
         up: Tensor | None,
-        state: QuantizedState | None,
+        state: NF4State | None,
         gate: Tensor | None,
     ) -> Tensor:
         down, up = (lora_A if down is None else down), (lora_B if up is None else up)

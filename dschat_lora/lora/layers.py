@@ -12,7 +12,7 @@ shared with every other layer that reads it, and ``x A^T``, which is r wide.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +20,11 @@ from torch import Tensor, nn
 
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
 
+if TYPE_CHECKING:
+    from dschat_lora.lora.nf4 import NF4State
+
 # Since torch 2.8, on CUDA.
 _MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
-
-
-class QuantizedState(Protocol):
-    """What the codes of a weight stand for, see :class:`~dschat_lora.lora.nf4.NF4State`."""
-
-    shape: torch.Size
-    transposed: bool
-    dtype: torch.dtype
-    tensors: Callable[[], dict[str, Tensor]]
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    values: Callable[[Tensor, torch.dtype | None], Tensor]
 
 
 class Context(Protocol):
@@ -46,7 +38,7 @@ class Context(Protocol):
     n: int
     ranks: list[int]
     scaling: float
-    state: QuantizedState | None
+    state: "NF4State | None"
     transposed: bool
     types: tuple[torch.dtype, torch.dtype]
 
@@ -254,7 +246,7 @@ class _LoraLinear(torch.autograd.Function):
         transposed: bool,
         down: Tensor | None,
         up: Tensor | None,
-        state: QuantizedState | None,
+        state: "NF4State | None",
         gate: Tensor | None,
     ) -> Tensor:
         # The parameters themselves are kept: casts are made again, and shards gathered again.
@@ -456,7 +448,7 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return shape if shard is None else torch.Size(shard.full_shape(shape))
 
 
-def state_of(weight: object) -> QuantizedState | None:
+def state_of(weight: object) -> "NF4State | None":
     """What the codes of a quantised weight stand for, an ``NF4State``; None for another tensor."""
     return getattr(weight, "nf4", None)
 

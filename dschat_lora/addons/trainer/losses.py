@@ -193,7 +193,7 @@ def _dpo(config: DpoConfig) -> Loss:
             logratios[::2],
             logratios[1::2],
             beta=config.beta,
-            loss_type=loss_type,
+            loss_type=loss_type,  # type: ignore[arg-type]
             label_smoothing=config.label_smoothing,
         )
         return losses.sum()
