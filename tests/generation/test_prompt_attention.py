@@ -6,7 +6,8 @@ import torch
 from dschat_lora.generation import batch_state
 from dschat_lora.generation.kv_cache import KVCache, SharedPrompts, attend_by_products
 from dschat_lora.generation.sampling import Sampling
-from generation.test_generate import PROMPTS, adapted, run, sliding
+from generation.test_generate import lively, run, sliding
+from helpers.decoding import PROMPTS
 
 PROMPT_COUNT, COPIES, WIDTH, COLUMNS, SIZE = 3, 4, 5, 9, 6
 
@@ -37,12 +38,12 @@ def test_each_row_attends_to_the_prompt_that_it_answers(key_heads, sequences):
     if rows >= 2 * PROMPT_COUNT:
         key[:, :, :WIDTH], value[:, :, :WIDTH] = torch.nan, torch.nan
     key.prompts = value.prompts = SharedPrompts(*prompts, torch.tensor(sequences), COPIES)
-    found, _ = attend_by_products(None, query, key, value, mask, scaling=0.7)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    output, _ = attend_by_products(None, query, key, value, mask, scaling=0.7)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: adapted("opt"), lambda: adapted("llama"), lambda: sliding("gemma3", "sdpa")]
+    "make", [lambda: lively("opt"), lambda: lively("llama"), lambda: sliding("gemma3", "sdpa")]
 )
 def test_responses_are_those_of_rows_that_read_their_own_copy_of_the_prompt(make, monkeypatch):
     seeds = [[10 * i + j for j in range(4)] for i in range(len(PROMPTS))]
