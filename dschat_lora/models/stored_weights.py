@@ -324,8 +324,9 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
             with stored.piece(name) as piece:
                 value = _own_part(piece, name, parameter)
                 if state is not None:
-                    options = {"dtype": state.dtype, "transposed": state.transposed}
-                    new_parameter = nf4.quantize(value, **options, worker=device())
+                    new_parameter = nf4.quantize(
+                        value, dtype=state.dtype, transposed=state.transposed, worker=device()
+                    )
         if new_parameter is None:
             new_parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
             new_parameter.__dict__.update(parameter.__dict__)
