@@ -11,9 +11,11 @@ import torch
 from tinker.proto import tinker_public_pb2 as messages
 from torch import Tensor
 
-from dschat_lora.addons.tinker.adapters import AdamParams, Adapting, Base, Datum
+from dschat_lora.addons.tinker.adapters import AdamParams, Datum
+from dschat_lora.addons.tinker.bases import Adapting, Base
 from dschat_lora.addons.tinker.losses import RATIO_MASK, READS, DatumLoss, make_loss
 from dschat_lora.addons.tinker.samplers import MAX_TOP, SampleOptions, SampleRequest, SampleResult
+from dschat_lora.addons.tinker.store import Facts
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 MAX_SAMPLES = 1024
@@ -24,16 +26,21 @@ _TYPES = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
 class JsonFields:
-    """The fields of a JSON object, each of a type; what is unknown is refused at the end."""
+    """The fields of a JSON object, each of a type; what is unknown is refused at the end.
+
+    Attributes:
+        rest: those that were not taken.
+    """
 
     def __init__(self, value: object, where: str = "") -> None:
         if not isinstance(value, dict):
             raise ValueError(f"{where or 'the body'} must be an object, got {value!r:.80}")
-        self._rest, self._where = dict(value), where and f"{where}."
+        self.rest: Facts = dict(value)
+        self._where = where and f"{where}."
 
     def take(self, name: str, kind: type[ValueT], default: Any = ...) -> Any:
         """A field's value; null counts as absent."""
-        value = self._rest.pop(name, None)
+        value = self.rest.pop(name, None)
         if value is None:
             if default is ...:
                 raise ValueError(f"{self._where}{name} is missing")
@@ -52,15 +59,15 @@ class JsonFields:
 
     def texts(self, name: str) -> dict[str, str] | None:
         """A field that is an object of texts, or absent."""
-        found: dict[str, str] | None = self.take(name, dict, None)
-        if found is not None and not all(isinstance(each, str) for each in found.values()):
-            raise ValueError(f"{self._where}{name} must have texts alone, got {found!r:.80}")
-        return found
+        texts: dict[str, str] | None = self.take(name, dict, None)
+        if texts is not None and not all(isinstance(each, str) for each in texts.values()):
+            raise ValueError(f"{self._where}{name} must have texts alone, got {texts!r:.80}")
+        return texts
 
     def finish(self) -> None:
         """Refuse what was not taken."""
-        if self._rest:
-            raise ValueError(f"{self._where}{next(iter(self._rest))} is not known here")
+        if self.rest:
+            raise ValueError(f"{self._where}{next(iter(self.rest))} is not known here")
 
 
 @dataclass(frozen=True)
@@ -399,32 +406,26 @@ def adapting(body: Mapping[str, Any] | None) -> Adapting:
     if body is None:
         raise ValueError("lora_config is missing: adapters alone are trained here")
     fields = JsonFields(body, "lora_config")
-    found = Adapting(
-        fields.take("rank", int),
-        fields.take("seed", int, 0),
-        train_attn=fields.take("train_attn", bool, True),
-        train_mlp=fields.take("train_mlp", bool, True),
-        train_unembed=fields.take("train_unembed", bool, True),
-    )
+    trains = {name: fields.take(f"train_{name}", bool, True) for name in ("attn", "mlp", "unembed")}
+    how = Adapting(fields.take("rank", int), fields.take("seed", int, 0), *trains.values())
     fields.finish()
-    return found
+    return how
 
 
-def content_of(body: bytes) -> dict[str, Any]:
+def content_of(body: bytes) -> JsonFields:
     """The fields of a JSON body but those that say of what and which request it is."""
-    found: dict[str, Any] = json.loads(body)
+    fields = JsonFields(json.loads(body))
     for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
-        found.pop(name, None)
-    return found
+        fields.rest.pop(name, None)
+    return fields
 
 
-def adam_params(body: Mapping[str, Any]) -> AdamParams:
+def adam_params(fields: JsonFields) -> AdamParams:
     """The parameters of an ``optim_step``.
 
     Raises:
         ValueError: naming the field.
     """
-    fields = JsonFields(body)
     if fields.take("optimizer_params", dict, None) is not None:
         raise ValueError("optimizer_params: AdamW alone is built here; send adam_params")
     given = fields.take("adam_params", dict)
@@ -433,8 +434,8 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
         raise ValueError(f"adam_params.{lost} must be finite, got null")
     inner = JsonFields(given, "adam_params")
     defaults = vars(AdamParams())
-    found = AdamParams(
+    params = AdamParams(
         **{name: inner.take(name, float, default) for name, default in defaults.items()}
     )
     inner.finish()
-    return found
+    return params

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.addons.tinker.adapters import Base
+from dschat_lora.addons.tinker.bases import Base
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.generate import Decoder

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dschat_lora.addons.tinker.adapters import (
-    Base,
     Datum,
     TrainedAdapter,
     in_shapes,
     make_batch,
     numbers_on,
 )
+from dschat_lora.addons.tinker.bases import Base
 from dschat_lora.addons.tinker.losses import DatumLoss
 from dschat_lora.addons.tinker.processes import agreed
 from dschat_lora.addons.tinker.shared import SharedLoraLinear

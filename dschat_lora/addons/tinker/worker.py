@@ -10,13 +10,8 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dschat_lora.addons.tinker.adapters import (
-    AdamParams,
-    Adapting,
-    Base,
-    TrainedAdapter,
-    read_saved,
-)
+from dschat_lora.addons.tinker.adapters import AdamParams, TrainedAdapter, read_saved
+from dschat_lora.addons.tinker.bases import Adapting, Base
 from dschat_lora.addons.tinker.formats import (
     ForwardBackward,
     adam_params,
@@ -63,7 +58,7 @@ class Worker:
         tokens_per_device: int = 16384,
         zero_stage: int = 0,
     ) -> None:
-        self.bases, self._store = bases, store
+        self.bases, self.store = bases, store
         self._tokens, self._zero_stage = tokens_per_device, zero_stage
         self.channel = Channel()
         self.adapters: OrderedDict[str, TrainedAdapter] = OrderedDict()
@@ -79,7 +74,7 @@ class Worker:
         """
 
         def read() -> tuple[TrainedAdapter, list[Any]]:
-            store, saved = self._store.run(run), -1
+            store, saved = self.store.run(run), -1
             facts = store.facts()
             base, how = self.bases[facts["base_model"]], Adapting(**facts["lora"])
             adapter = TrainedAdapter(
@@ -116,7 +111,7 @@ class Worker:
         elif kind == "optim_step":
             adapter.step(adam_params(content_of(body)))
         elif kind in ("create_model", "load_weights"):
-            content = content_of(body)
+            content = content_of(body).rest
             if content.get("path") is not None:
                 self._load(adapter, content["path"], optimizer=bool(content.get("optimizer")))
         if kind == "forward_backward":
@@ -137,7 +132,7 @@ class Worker:
         """
 
         def read(run: str, number: int) -> ForwardBackward | ValueError:
-            body = self._store.run(run).request(number)
+            body = self.store.run(run).request(number)
             try:
                 return forward_backward(body, self.adapters[run].base)
             except ValueError as error:
@@ -191,9 +186,9 @@ class Worker:
 
     def _load(self, adapter: TrainedAdapter, path: str, *, optimizer: bool) -> None:
         def read() -> None:
-            saved = read_saved(self._store.place(path))
+            saved = read_saved(self.store.place(path))
             moments = saved.moments if optimizer else {}
-            adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
+            adapter.load(saved.values, moments, saved.steps if moments else 0)
 
         agreed(read)
 
@@ -225,7 +220,7 @@ class Worker:
         if key not in self.samplers:
             while len(self.samplers) >= most:
                 self.samplers.popitem(last=False)
-            saved = None if path is None else read_saved(self._store.place(path))
+            saved = None if path is None else read_saved(self.store.place(path))
             self.samplers[key] = (
                 Sampler(chosen) if saved is None else Sampler(chosen, saved.lora, saved.values)
             )
