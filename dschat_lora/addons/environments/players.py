@@ -29,13 +29,12 @@ def load_player(name: str, config: RlhfConfig, tokenizer: Tokenizer, *, max_turn
         ValueError: if it names nothing that can be used, or nothing gives a reward.
     """
     rewards = config.rewards
-    own = find_object("environment", name)
+    own: object = find_object("environment", name)
     player: Player
     if hasattr(own, "play"):
         with same_gradients():
-            player = UserPlayer(
-                name, cast(PlaysEpisodes, made("environment", name, own)), tokenizer
-            )
+            own = made("environment", name, own)
+        player = UserPlayer(name, cast(PlaysEpisodes, own), tokenizer)
     else:
         chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
         environment = load_environment(

@@ -72,9 +72,7 @@ class StatefulEnvironment(Environment):
     _rewards: dict[int, float] = field(default_factory=dict, compare=False)
     _key: list[int | str] = field(default_factory=list, compare=False)  # of the rollout's draws
     _idle: dict[str, list[EpisodeObject]] = field(default_factory=dict, compare=False)
-    _first: dict[str, EpisodeObject] = field(
-        default_factory=dict, compare=False
-    )  # an object of each kind
+    _first: dict[str, EpisodeObject] = field(default_factory=dict, compare=False)  # by kind
     _tools: dict[str, list[dict[str, Any]]] = field(default_factory=dict, compare=False)
 
     @cached_property

@@ -168,7 +168,6 @@ async def _play(env: vf.Env, task: vf.Task, agent: _Agent) -> float:
 
 
 def _trace_task(task: vf.Task) -> vf.TraceTask:
-
     return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 

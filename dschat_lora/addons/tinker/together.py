@@ -36,7 +36,7 @@ MAX_CPU_TOKENS = 512
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class Portion:
     """What one adapter has in a pass of several."""
 
     adapter: TrainedAdapter
@@ -70,7 +70,7 @@ class SharedBase:
         self.works = not own.full_logits and own.backbone.skips_padding(base.model.device)
 
     def __call__(
-        self, shares: Sequence[Share], *, backward: bool, tokens_per_device: int
+        self, shares: Sequence[Portion], *, backward: bool, tokens_per_device: int
     ) -> list[tuple[float, list[Tensor]] | ValueError]:
         """What :meth:`TrainedAdapter.forward` gives each of different adapters, or raises.
 
@@ -86,7 +86,7 @@ class SharedBase:
         return results
 
     def _own_part(
-        self, shares: Sequence[Share], most: int, *, backward: bool
+        self, shares: Sequence[Portion], most: int, *, backward: bool
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Losses and log-probabilities of this process's examples; 0 for those of others."""
         device = self._base.model.device
@@ -108,7 +108,7 @@ class SharedBase:
 
     def _pass(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[Portion],
         group: Sequence[tuple[int, Sequence[int]]],
         totals: Sequence[Tensor],
         found: Sequence[list[Tensor]],
@@ -150,7 +150,7 @@ class SharedBase:
 
 
 def _groups(
-    pending: Sequence[tuple[int, Sequence[int]]], shares: Sequence[Share], most: int
+    pending: Sequence[tuple[int, Sequence[int]]], shares: Sequence[Portion], most: int
 ) -> list[list[tuple[int, Sequence[int]]]]:
     """Micro-batches of several adapters that fit into one pass."""
     groups: list[list[tuple[int, Sequence[int]]]] = [[]]

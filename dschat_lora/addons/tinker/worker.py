@@ -23,7 +23,7 @@ from dschat_lora.addons.tinker.formats import (
 from dschat_lora.addons.tinker.processes import Channel, agreed, collective
 from dschat_lora.addons.tinker.samplers import Sampler
 from dschat_lora.addons.tinker.store import Store
-from dschat_lora.addons.tinker.together import Share, SharedBase
+from dschat_lora.addons.tinker.together import Portion, SharedBase
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.report.terminal import note
 
@@ -145,13 +145,13 @@ class Worker:
             for n, each in enumerate(parsed):
                 if isinstance(each, ForwardBackward) and each.forward_only is forward_only:
                     chosen.append(n)
-                    shares.append(Share(self.adapters[requests[n][0]], each.examples, each.loss))
+                    shares.append(Portion(self.adapters[requests[n][0]], each.examples, each.loss))
             outputs = self._outputs(shares, backward=not forward_only)
             for n, output in zip(chosen, outputs, strict=True):
                 found[n] = output
         return found
 
-    def _outputs(self, shares: Sequence[Share], *, backward: bool) -> list[Output | ValueError]:
+    def _outputs(self, shares: Sequence[Portion], *, backward: bool) -> list[Output | ValueError]:
         if len(shares) > 1 and (shared := self._shared_base(shares[0].adapter.base)) is not None:
             self.passes_of_several += 1
             return shared(shares, backward=backward, tokens_per_device=self._tokens)

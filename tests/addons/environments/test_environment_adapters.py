@@ -280,8 +280,8 @@ def test_no_process_of_an_mcp_server_is_left():
     server = f"{sys.executable} {HERE / 'mcp_tools.py'}"
     code = (
         "import os, sys, psutil\n"
-        "from dschat_lora.addons.environments.mcp import environment\n"
-        f"made = [environment('mcp:{server}')() for _ in range(2)]\n"
+        "from dschat_lora.addons.environments.libraries import made_by\n"
+        f"made = [made_by('mcp:{server}')() for _ in range(2)]\n"
         "print(*(each.pid for each in psutil.Process().children()))"
     )
     ended = subprocess.run(
