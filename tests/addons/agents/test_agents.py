@@ -14,7 +14,6 @@ import numpy as np
 import openai
 import psutil
 import pytest
-from dschat_lora.rl.response.turn_tokens import TurnTokens
 from transformers import AutoTokenizer
 
 from data.chat_tokenizers import build_chat_tokenizer
@@ -27,6 +26,7 @@ from dschat_lora.addons.agents.agent_programs import (
 )
 from dschat_lora.addons.agents.agents import AgentFailedError, AgentLimits, Agents
 from dschat_lora.addons.agents.conversations import Conversations, PromptTokens
+from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
@@ -36,7 +36,19 @@ from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.response.response import DecodedTurn, Origin, Response
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-QUESTION = [{"role": "user", "content": "What is 1?"}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def ask(client, *messages, **options):
+    """The actor's answer: its message, and why it ended."""
+    create = client.chat.completions.create
+    return (await create(model="actor", messages=[*messages], **options)).choices[0]
+
+
+QUESTION = [user("What is 1?")]
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +140,13 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
     assert tokenizer.encode("The", add_special_tokens=False) != drawn
     drawn += [end_ids(tokenizer)[0]]
 
-    async def agent(row, client, model):
-        said = await client.chat.completions.create(model=model, messages=QUESTION)
-        content = said.choices[0].message.content
+    async def agent(row, client):
+        said = await ask(client, *QUESTION)
+        content = said.message.content
         assert content == "The"
         # White space around an answer is no rewriting.
-        messages = [*QUESTION, {**said.choices[0].message.model_dump(), "content": " The\n"}]
-        more = [*messages, {"role": "user", "content": "And?"}]
+        messages = [*QUESTION, {**said.message.model_dump(), "content": " The\n"}]
+        more = [*messages, user("And?")]
         await client.chat.completions.create(model="any-name", messages=more)
         return {"reward": 0.5, "turns_taken": 2, "kind": "text"}
 
@@ -159,23 +171,19 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
     assert found.script.rounds[1].prefixes == [(0, len(first) + 3)]
     assert json.loads(response.episode.earlier)[-2:] == [
         {"role": "assistant", "content": " The\n"},
-        {"role": "user", "content": "And?"},
+        user("And?"),
     ]
 
 
 def test_what_rewrites_its_history_or_asks_beside_it_has_sequences_of_its_own(play, tokenizer):
-    async def agent(row, client, model):
-        async def ask(messages, **options):
-            found = await client.chat.completions.create(model=model, messages=messages, **options)
-            return [each.message.content for each in found.choices]
-
-        (first,) = await ask(QUESTION)
-        rewritten = [*QUESTION, {"role": "assistant", "content": f"Not {first}"}]
-        await ask([*rewritten, {"role": "user", "content": "Why?"}])
-        await ask([{"role": "user", "content": "sub"}], n=2)
+    async def agent(row, client):
+        first = (await ask(client, *QUESTION)).message.content
+        rewritten = {"role": "assistant", "content": f"Not {first}"}
+        await ask(client, *QUESTION, rewritten, user("Why?"))
+        await ask(client, user("sub"), n=2)
         going_on = [*QUESTION, {"role": "assistant", "content": first}]
-        await ask([*going_on, {"role": "user", "content": "Go on."}])
-        await ask([*going_on, {"role": "user", "content": "Go back."}])  # a branch of the first
+        await ask(client, *going_on, user("Go on."))
+        await ask(client, *going_on, user("Go back."))  # a branch of the first
         return 1
 
     found = play(agent, [{}], lambda prompt, seed: "one")
@@ -194,15 +202,13 @@ def test_what_rewrites_its_history_or_asks_beside_it_has_sequences_of_its_own(pl
 
 
 def test_seeds_are_of_the_row_and_of_what_is_asked_in_whatever_order_calls_come(play):
-    async def agent(row, client, model):
-        async def ask(text, wait):
+    async def agent(row, client):
+        async def ask_later(text, wait):
             await asyncio.sleep(wait)
-            await client.chat.completions.create(
-                model=model, messages=[{"role": "user", "content": text}]
-            )
+            await ask(client, user(text))
 
         order = row["order"]
-        await asyncio.gather(*(ask(text, 0.001 * n) for n, text in enumerate(order)))
+        await asyncio.gather(*(ask_later(text, 0.001 * n) for n, text in enumerate(order)))
         return 0
 
     def asked(order):
@@ -218,24 +224,12 @@ def test_seeds_are_of_the_row_and_of_what_is_asked_in_whatever_order_calls_come(
     assert len(set(first.values())) == 3
 
 
-def test_prompts_that_are_equal_are_read_once(play):
-    async def agent(row, client, model):
-        await client.chat.completions.create(model=model, messages=QUESTION)
-        return 0
-
-    found = play(agent, [{}], lambda prompt, seed: "one", copies=4)
-    (only,) = found.script.rounds
-    assert len(only.prompts) == 1
-    assert len({*only.seeds[0]}) == 4
-    assert len(found.responses) == 4
-
-
 def test_what_was_computed_is_taken_from_the_row_that_computed_it(play):
-    async def agent(row, client, model):
-        messages = [{"role": "user", "content": row["ask"]}]
-        said = await client.chat.completions.create(model=model, messages=messages)
-        messages += [said.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
-        await client.chat.completions.create(model=model, messages=messages)
+    async def agent(row, client):
+        messages = [user(row["ask"])]
+        said = await ask(client, *messages)
+        messages += [said.message.model_dump(), user("more")]
+        await ask(client, *messages)
         return 0
 
     # Equal prompts, which are read once, do not stand together.
@@ -271,18 +265,18 @@ def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, fam
         }
     ]
 
-    async def agent(row, client, model):
+    async def agent(row, client):
         messages = list(QUESTION)
-        said = await client.chat.completions.create(model=model, messages=messages, tools=tools)
-        asked = said.choices[0].message
-        assert said.choices[0].finish_reason == "tool_calls"
+        said = await ask(client, *messages, tools=tools)
+        asked = said.message
+        assert said.finish_reason == "tool_calls"
         (wanted,) = asked.tool_calls
         assert wanted.function.name == "add"
         assert json.loads(wanted.function.arguments) == {"a": 1, "b": 2}
         result = {"role": "tool", "tool_call_id": wanted.id, "content": "3"}
         messages += [asked.model_dump(), result]
-        last = await client.chat.completions.create(model=model, messages=messages, tools=tools)
-        return float(last.choices[0].message.content == "It is 3.")
+        last = await ask(client, *messages, tools=tools)
+        return float(last.message.content == "It is 3.")
 
     answers = iter([call, "It is 3."])
     found = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer, limit=2000)
@@ -299,7 +293,7 @@ def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, fam
 def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.5)
 
-    async def agent(row, client, model):
+    async def agent(row, client):
         kind = row["kind"]
         if kind == "crash":
             raise KeyError("not there")
@@ -308,7 +302,7 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
         if kind == "silent":
             return 1.0
         for _ in range(9 if kind == "greedy" else 2):
-            await client.chat.completions.create(model=model, messages=QUESTION)
+            await ask(client, *QUESTION)
         return "good" if kind == "text" else None if kind == "none" else 0.5
 
     kinds = ["good", "crash", "hang", "greedy", "text", "none", "silent"]
@@ -333,12 +327,12 @@ def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.5)
     took = []
 
-    async def agent(row, client, model):
+    async def agent(row, client):
         if row["hangs"]:
             await asyncio.sleep(1000)
         start = time.monotonic()
         for _ in range(5):
-            await client.chat.completions.create(model=model, messages=QUESTION)
+            await ask(client, *QUESTION)
         took.append(time.monotonic() - start)
         return 0.5
 
@@ -350,8 +344,8 @@ def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
 def test_a_failed_episode_is_begun_again_with_other_random_numbers(play):
     calls = []
 
-    async def agent(row, client, model):
-        await client.chat.completions.create(model=model, messages=QUESTION)
+    async def agent(row, client):
+        await ask(client, *QUESTION)
         calls.append(row["n"])
         if len(calls) < 3:
             raise RuntimeError("once more")
@@ -374,7 +368,7 @@ def test_whatever_a_program_raises_ends_its_episode_at_once(play):
     async def refused(client, model):
         with contextlib.suppress(openai.BadRequestError):
             long = [{"role": "user", "content": "no " * 500}]
-            await client.chat.completions.create(model=model, messages=long)
+            await ask(client, *long)
         return -1.0
 
     start = time.monotonic()
@@ -390,10 +384,9 @@ def test_whatever_a_program_raises_ends_its_episode_at_once(play):
 
 
 def test_an_answer_that_nobody_waited_for_is_not_learnt_from(play):
-    async def agent(row, client, model):
-        ask = client.chat.completions.create
-        kept = await ask(model=model, messages=QUESTION)
-        left = asyncio.create_task(ask(model=model, messages=[{"role": "user", "content": "sub"}]))
+    async def agent(row, client):
+        kept = await ask(client, *QUESTION)
+        left = asyncio.create_task(ask(client, user("sub")))
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(left, 0.3 if row["waits"] else 0.0001)
         return float(bool(kept))
@@ -414,17 +407,27 @@ def test_special_tokens_that_a_program_passes_on_stay_text(play, tokenizer):
     end = "<|end|>"
     (number,) = [n for n, t in tokenizer.added_tokens_decoder.items() if t.content == end]
 
-    async def agent(row, client, model):
-        said = await client.chat.completions.create(model=model, messages=QUESTION)
-        messages = [*QUESTION, said.choices[0].message.model_dump()]
-        messages.append({"role": "user", "content": f"a tool says {end}"})
-        await client.chat.completions.create(model=model, messages=messages)
+    async def agent(row, client):
+        said = await ask(client, *QUESTION)
+        messages = [*QUESTION, said.message.model_dump()]
+        messages.append(user(f"a tool says {end}"))
+        await ask(client, *messages)
         return 1.0
 
     (response,) = play(agent, [{}], lambda prompt, seed: "one").responses
     # The first answer's end is the only one of the prompt: what was passed on is text.
     assert list(response.prompt).count(number) == 1
     assert end.strip("<|>") in tokenizer.decode(response.prompt)
+
+
+def answered_once(to, answer):
+    """An episode's conversations, one of which has tokens 3 and 4 for an answer; its prompt."""
+    own = Conversations((1,))
+    ids = own.prompt_ids(QUESTION, {}, to)
+    conversation = own.continued_by(ids)
+    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
+    own.answered(conversation, QUESTION, {}, answer)
+    return own, conversation, ids
 
 
 def calling(content, arguments):
@@ -456,12 +459,8 @@ def test_an_answer_goes_on_from_what_was_drawn_however_a_program_writes_it(
     turns = "{% for m in messages %}{{ m.content }}"
     turns += "{{ m.tool_calls | tojson if m.tool_calls }}|{% endfor %}"
     to = prompt_tokens(build_chat_tokenizer("qwen3", template=turns))
-    own = Conversations((1,))
-    ids = own.prompt_ids(QUESTION, {}, to)
-    conversation = own.continued_by(ids)
-    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
     drawn = calling("<think>\nHm.\n</think>\n\nSo:", '{"a": 1.0, "b": ["x  y", {}]}')
-    own.answered(conversation, QUESTION, {}, drawn)
+    own, _, ids = answered_once(to, drawn)
     history = [*QUESTION, calling(content, arguments), *QUESTION]
     assert (own.prompt_ids(history, {}, to)[: len(ids) + 2] == [*ids, 3, 4]) == is_same
 
@@ -498,17 +497,15 @@ def test_an_answer_that_was_cut_off_is_continued_from_its_tokens(play, tokenizer
     drawn = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
     drawn.append(end_ids(tokenizer)[0])
 
-    async def agent(row, client, model):
-        create = client.chat.completions.create
-        said = await create(model=model, messages=QUESTION, max_tokens=2)
-        again = [*QUESTION, {"role": "assistant", "content": said.choices[0].message.content}]
-        await create(model=model, messages=again, extra_body=asked)
-        said = await create(model=model, messages=[{"role": "user", "content": "?"}], max_tokens=2)
-        again = [{"role": "user", "content": "?"}, said.choices[0].message.model_dump()]
-        await create(model=model, messages=again, extra_body={"add_generation_prompt": True})
-        said = await create(model=model, messages=[{"role": "user", "content": "!"}])
-        again = [{"role": "user", "content": "!"}, said.choices[0].message.model_dump()]
-        await create(model=model, messages=again)
+    async def agent(row, client):
+        said = await ask(client, *QUESTION, max_tokens=2)
+        again = {"role": "assistant", "content": said.message.content}
+        await ask(client, *QUESTION, again, extra_body=asked)
+        said = await ask(client, user("?"), max_tokens=2)
+        again = said.message.model_dump()
+        await ask(client, user("?"), again, extra_body={"add_generation_prompt": True})
+        said = await ask(client, user("!"))
+        await ask(client, user("!"), said.message.model_dump())
         return 1.0
 
     found = play(agent, [{}], lambda prompt, seed: drawn)
@@ -534,11 +531,11 @@ def test_an_answer_that_was_cut_off_is_continued_from_its_tokens(play, tokenizer
     ],
 )
 def test_a_side_request_that_is_cut_off_does_not_cut_off_the_episode(play, tokenizer, asked, ended):
-    async def agent(row, client, model):
+    async def agent(row, client):
         for most, size in asked:
-            question = [{"role": "user", "content": f"size {size}?"}]
+            question = [user(f"size {size}?")]
             limit = {} if most is None else {"max_tokens": most}
-            await client.chat.completions.create(model=model, messages=question, **limit)
+            await ask(client, *question, **limit)
         return 1.0
 
     def answer(prompt, seed):
@@ -550,23 +547,18 @@ def test_a_side_request_that_is_cut_off_does_not_cut_off_the_episode(play, token
 
 
 def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
-    async def agent(row, client, model):
-        short = await client.chat.completions.create(
-            model=model, messages=QUESTION, max_tokens=2, temperature=0, seed=3, top_p=0.5
-        )
-        assert short.choices[0].finish_reason == "length"
-        assert short.usage.completion_tokens == 2
-        many = await client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "long"}], max_tokens=100_000
-        )
-        assert many.choices[0].finish_reason == "stop"
-        other = [{"role": "user", "content": "And?"}]
-        stopped = await client.chat.completions.create(model=model, messages=other, stop=[" cd"])
-        assert stopped.choices[0].finish_reason == "stop"
-        assert stopped.choices[0].message.content == "ab"
+    async def agent(row, client):
+        options = {"max_tokens": 2, "temperature": 0, "seed": 3, "top_p": 0.5}
+        short = await ask(client, *QUESTION, **options)
+        assert short.finish_reason == "length"
+        many = await ask(client, user("long"), max_tokens=100_000)
+        assert many.finish_reason == "stop"
+        stopped = await ask(client, user("And?"), stop=[" cd"])
+        assert stopped.finish_reason == "stop"
+        assert stopped.message.content == "ab"
         long = [{"role": "user", "content": "no " * 500}]
         with pytest.raises(openai.BadRequestError, match="has room for 400 tokens"):
-            await client.chat.completions.create(model=model, messages=long)
+            await ask(client, *long)
         return 1.0
 
     found = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
@@ -580,10 +572,10 @@ def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
 def test_an_episode_that_is_over_asks_nothing_more(play):
     kept = []
 
-    async def agent(row, client, model):
-        await client.chat.completions.create(model=model, messages=QUESTION)
+    async def agent(row, client):
+        await ask(client, *QUESTION)
         with pytest.raises(openai.NotFoundError, match="Responses API is not served.*chat_compl"):
-            await client.responses.create(model=model, input="What is 1?")
+            await client.responses.create(model="actor", input="What is 1?")
         kept.append(client)
         return 1.0
 
@@ -605,12 +597,8 @@ PROGRAM = textwrap.dedent(
 
     row = json.loads(sys.stdin.read())
     kind, asked = row["kind"], {"model": "gpt-4o", "messages": row["prompt"]}
-    if kind == "print":
-        from openai import OpenAI  # whose import takes a second
-        OpenAI().chat.completions.create(**asked)
-    else:
-        key = "Bearer " + os.environ["OPENAI_API_KEY"]
-        post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked, Authorization=key)
+    key = "Bearer " + os.environ["OPENAI_API_KEY"]
+    post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked, Authorization=key)
     print("not the reward")
     if kind == "post":
         post(os.environ["REWARD_URL"], {"reward": 0.25, "seen": 1})
@@ -738,12 +726,9 @@ def test_an_agent_must_take_what_there_is():
 def test_a_history_that_the_template_would_not_append_to_is_tokenised_anew():
     template = "{% for m in messages %}{{ loop.index if messages|length > 1 }}{{ m.content }}"
     tokenizer = build_chat_tokenizer("qwen3", template=template + "|{% endfor %}")
-    to, own = prompt_tokens(tokenizer), Conversations((1,))
-    ids = own.prompt_ids(QUESTION, {}, to)
-    conversation = own.continued_by(ids)
-    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
     answer = {"role": "assistant", "content": tokenizer.decode([3, 4])}
-    own.answered(conversation, QUESTION, {}, answer)
+    to = prompt_tokens(tokenizer)
+    own, conversation, ids = answered_once(to, answer)
     longer = own.prompt_ids([*QUESTION, answer, *QUESTION], {}, to)
     assert longer[: len(ids)] != ids
     assert own.continued_by(longer) is not conversation
