@@ -24,7 +24,7 @@ from dschat_lora.runtime.stage_main import late
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from dschat_lora.supervised.scorer import Scorer
+    from dschat_lora.supervised.scorer import LoadedRewardModel
 
 
 class EarlierRun(Protocol):
@@ -300,7 +300,7 @@ class ModelReward:
     def __init__(self, path: str) -> None:
         """``path`` is the directory of the reward model, or its hub name."""
         self._path = path
-        self._scorer: Scorer | None = None
+        self._scorer: LoadedRewardModel | None = None
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """A score of each response; None for one that is too long for the model."""

@@ -63,14 +63,14 @@ def evaluate_by_rule(sft: Path, policy: Path | None = None) -> dict[str, Judgeme
         policy = load_policy(options)
         return policy.model, policy.tokenizer
 
-    found = {}
+    judged = {}
     model, tokenizer = load(sft)
     with adapters_disabled(model):
-        found["base"] = judge_model(model, tokenizer)
-    found["SFT"] = judge_model(model, tokenizer)
+        judged["base"] = judge_model(model, tokenizer)
+    judged["SFT"] = judge_model(model, tokenizer)
     if policy is not None:
-        found["PPO"] = judge_model(*load(policy))
-    return found
+        judged["PPO"] = judge_model(*load(policy))
+    return judged
 
 
 def judge_model(model: PreTrainedModel, tokenizer: Tokenizer) -> Judgement:
