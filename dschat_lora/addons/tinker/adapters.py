@@ -153,7 +153,9 @@ class TrainedAdapter:
             with torch.set_grad_enabled(backward), self._casts.in_use():
                 for numbers in self.batches(examples):
                     chosen = [examples[n] for n in numbers]
-                    logprobs = self._logprobs(chosen)
+                    rows = batch_to_device(make_batch(chosen, self.base.pad_id), self.model.device)
+                    flat = self._module(*vars(rows).values())
+                    logprobs = in_shapes(flat, [each.targets for each in chosen])
                     part = loss(logprobs, numbers_on(total.device, chosen))
                     if backward:
                         part.backward()  # type: ignore[no-untyped-call]
@@ -222,12 +224,6 @@ class TrainedAdapter:
             batch.append(n)
         if batch:
             yield batch
-
-    def _logprobs(self, examples: Sequence[Datum]) -> list[Tensor]:
-        """Of each example's targets, in their shape."""
-        batch = make_batch(examples, self.base.pad_id)
-        flat = self._module(*vars(batch_to_device(batch, self.model.device)).values())
-        return in_shapes(flat, [each.targets for each in examples])
 
     def head(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """(N,) log-probabilities of (N,) targets after (N, H) hidden states, by its own head."""

@@ -79,18 +79,18 @@ class ForwardBackward:
     forward_only: bool
 
 
-def parse_message(body: bytes) -> Any:
+def parse_message(body: bytes) -> messages.ForwardBackwardRequest:
     """The protobuf message of ``forward_backward``.
 
     Raises:
         ValueError: if it is none.
     """
-    found = messages.ForwardBackwardRequest()
+    message = messages.ForwardBackwardRequest()
     try:
-        found.ParseFromString(body)
+        message.ParseFromString(body)
     except Exception as error:  # of the protobuf library, by its version
         raise ValueError("the body is no protobuf message of forward_backward") from error
-    return found
+    return message
 
 
 def forward_backward(body: bytes, base: Base) -> ForwardBackward:
@@ -99,21 +99,21 @@ def forward_backward(body: bytes, base: Base) -> ForwardBackward:
     Raises:
         ValueError: naming the example and its field.
     """
-    found = parse_message(body)
+    message = parse_message(body)
     settings = {}
-    for name, value in found.loss_fn_config_v2.items():
+    for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
             raise ValueError(f"loss_fn_config[{name!r}] must be a number, got {value.text!r:.80}")
         settings[name] = value.number
     if not settings:
-        settings = dict(found.loss_fn_config)
-    loss = make_loss(found.loss_fn, settings)
-    if not found.data:
+        settings = dict(message.loss_fn_config)
+    loss = make_loss(message.loss_fn, settings)
+    if not message.data:
         raise ValueError("data is empty: there is nothing to learn from")
     examples = [
-        _example(each, loss, base, f"data[{number}]") for number, each in enumerate(found.data)
+        _example(each, loss, base, f"data[{number}]") for number, each in enumerate(message.data)
     ]
-    return ForwardBackward(examples, loss, bool(found.forward_only))
+    return ForwardBackward(examples, loss, bool(message.forward_only))
 
 
 def _example(datum: Any, loss: DatumLoss, base: Base, where: str) -> Datum:
@@ -216,9 +216,9 @@ def _array(tensor: Any, where: str) -> Any:
 def _check_tokens(tokens: Any, base: Base, where: str) -> None:
     wrong = (tokens < 0) | (tokens >= base.vocabulary_size)
     if wrong.any() or tokens.dtype.kind not in "iu":
-        found = tokens[wrong].flat[0] if wrong.any() else tokens.flat[0]
+        token = tokens[wrong].flat[0] if wrong.any() else tokens.flat[0]
         raise ValueError(
-            f"{where} has the token {found}; those of {base.name} are whole numbers from 0 to "
+            f"{where} has the token {token}; those of {base.name} are whole numbers from 0 to "
             f"{base.vocabulary_size - 1}"
         )
 
@@ -337,10 +337,10 @@ def _model_input(body: Mapping[str, Any], base: Base, where: str) -> list[int]:
         fields = JsonFields(chunk, f"{where}.chunks[{number}]")
         if (kind := fields.take("type", str, "encoded_text")) != "encoded_text":
             raise ValueError(f"{where}.chunks[{number}] is {kind!r}; text alone is built here")
-        found = fields.take("tokens", list)
-        if not all(type(each) is int for each in found):
+        numbers = fields.take("tokens", list)
+        if not all(type(each) is int for each in numbers):
             raise ValueError(f"{where}.chunks[{number}].tokens must be a list of whole numbers")
-        tokens += found
+        tokens += numbers
     if not tokens:
         raise ValueError(f"{where} has no tokens: an answer needs one to follow")
     _check_tokens(np.array(tokens), base, where)
@@ -362,9 +362,9 @@ def _targets(body: Mapping[str, Any], base: Base, length: int) -> Tensor:
 
 def sample_response(result: SampleResult) -> bytes:
     """The result of ``asample``."""
-    found = messages.SampleResponse()
+    response = messages.SampleResponse()
     for each in result.sequences:
-        sequence = found.sequences.add(
+        sequence = response.sequences.add(
             stop_reason=messages.STOP_REASON_STOP if each.stopped else messages.STOP_REASON_LENGTH,
             tokens=np.array(each.tokens, dtype=np.int32).tobytes(),
             logprobs=np.array(each.logprobs, dtype=np.float32).tobytes(),
@@ -373,14 +373,14 @@ def sample_response(result: SampleResult) -> bytes:
             _put_top(sequence.topk_sampled_logprobs, each.top, first=False)
     if result.prompt_logprobs is not None:
         values = np.concatenate([[np.nan], result.prompt_logprobs.numpy()]).astype(np.float32)
-        found.prompt_logprobs = values.tobytes()
+        response.prompt_logprobs = values.tobytes()
     if result.top_prompt is not None:
-        _put_top(found.topk_prompt_logprobs, result.top_prompt, first=True)
+        _put_top(response.topk_prompt_logprobs, result.top_prompt, first=True)
     if result.targets is not None:
-        tensor = found.target_prompt_logprobs
+        tensor = response.target_prompt_logprobs
         tensor.dtype, tensor.dense = messages.DTYPE_FLOAT32, result.targets.numpy().tobytes()
         tensor.shape.extend(result.targets.shape)
-    return found.SerializeToString()
+    return response.SerializeToString()
 
 
 def _put_top(place: Any, top: tuple[Tensor, Tensor], *, first: bool) -> None:

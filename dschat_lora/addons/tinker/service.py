@@ -253,7 +253,10 @@ class TinkerService:
         """Work off requests, of runs and samplers in turns, until the service is closed."""
         while True:
             with self._changed:
-                while not self._closed and (turn := self._next()) is None:
+                while (
+                    not self._closed
+                    and (turn := next(filter(self._is_ready, self._turns), None)) is None
+                ):
                     self._changed.wait(1.0)  # numbers are lost by the clock
                 if self._closed:
                     return
@@ -267,14 +270,10 @@ class TinkerService:
             else:
                 self._sample(turn, jobs)
 
-    def _next(self) -> str | None:
-        for turn in self._turns:
-            if self._is_ready(self.runs[turn]) if turn in self.runs else self._queues[turn]:
-                return turn
-        return None
-
-    def _is_ready(self, run: TrainingRun) -> bool:
+    def _is_ready(self, turn: str) -> bool:
         """Whether a request can be worked off; what does not come in time is left out."""
+        if (run := self.runs.get(turn)) is None:
+            return bool(self._queues[turn])
         if not run.waiting or run.following:
             return bool(run.waiting)
         parts = all(job.kind == "forward_backward" for job in run.waiting.values())

@@ -139,7 +139,7 @@ class Worker:
                 return error
 
         parsed = agreed(lambda: [read(run, number) for run, number in requests])
-        found: list[Any] = [*parsed]  # errors stay
+        given: dict[int, Output | ValueError] = {}
         for forward_only in (False, True):
             chosen, shares = [], []
             for n, each in enumerate(parsed):
@@ -148,8 +148,9 @@ class Worker:
                     shares.append(Portion(self.adapters[requests[n][0]], each.examples, each.loss))
             outputs = self._outputs(shares, backward=not forward_only)
             for n, output in zip(chosen, outputs, strict=True):
-                found[n] = output
-        return found
+                given[n] = output
+        errors = {n: each for n, each in enumerate(parsed) if isinstance(each, ValueError)}
+        return [(given | errors)[n] for n in range(len(parsed))]
 
     def _outputs(self, shares: Sequence[Portion], *, backward: bool) -> list[Output | ValueError]:
         if len(shares) > 1 and (shared := self._shared_base(shares[0].adapter.base)) is not None:
@@ -166,12 +167,12 @@ class Worker:
     def _shared_base(self, base: Base) -> SharedBase | None:
         """What runs of a base share a pass by; None where each takes one of its own."""
         if base.name not in self._shared:
-            found = None
+            shared = None
             try:
-                found = agreed(lambda: SharedBase(base))
+                shared = agreed(lambda: SharedBase(base))
             except Exception as error:  # noqa: BLE001 - of an architecture that is unlike others
                 note(f"runs of {base.name} take turns: {type(error).__name__}: {error}")
-            self._shared[base.name] = found if found is not None and found.works else None
+            self._shared[base.name] = shared if shared is not None and shared.works else None
         return self._shared[base.name]
 
     @collective
@@ -206,10 +207,10 @@ class Worker:
         self, base: str, path: str | None, requests: Sequence[SampleBody], most: int
     ) -> list[bytes]:
         """Answers to requests with the same options, as they are sent; ``most`` samplers stay."""
-        found = agreed(lambda: self._answers(base, path, requests[rank() :: world_size()], most))
+        answers = agreed(lambda: self._answers(base, path, requests[rank() :: world_size()], most))
         if world_size() == 1:
-            return found
-        own = json.dumps([b64encode(each).decode() for each in found])
+            return answers
+        own = json.dumps([b64encode(each).decode() for each in answers])
         parts = [json.loads(each) for each in self.channel.gather(own.encode())]
         return [b64decode(parts[n % len(parts)][n // len(parts)]) for n in range(len(requests))]
 

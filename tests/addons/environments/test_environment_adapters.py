@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from addons.environments.episodes import CHAT, END, TOKENIZER, call, made, play, read
+from addons.environments.episodes import CHAT, END, TOKENIZER, call, failing, made, play, read
 from dschat_lora.addons.environments.addon import LIBRARIES, episode_prompt
 from dschat_lora.addons.environments.environment import EnvironmentFailedError
 from dschat_lora.addons.environments.options import EnvironmentOptions
@@ -135,9 +135,8 @@ def test_what_gymnasium_cannot_play_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             load(f"gymnasium:{name}")
-    with pytest.raises(EnvironmentFailedError) as caught:
+    with failing("an observation is a float; only environments whose"):
         play(load(f"gymnasium:{ENVS}:Blind-v0"), episodes(1), [["1" + END]])
-    assert "an observation is a float; only environments whose" in str(caught.value.__cause__)
 
 
 def test_gymnasium_is_closed_with_its_object():
@@ -178,9 +177,8 @@ def test_an_object_may_list_its_tools_and_take_their_calls():
     assert '"name": "greet"' in TOKENIZER.decode(prompts[0].input_ids)
     assert "greet: Eve" in read(found)
     assert "there is no tool call; there are greet" in read(found)
-    with pytest.raises(EnvironmentFailedError) as caught:
+    with failing("nobody is there"):
         play(environment, [{}], [[call("greet") + END]])
-    assert "nobody is there" in str(caught.value.__cause__)
 
 
 def answered(address):
@@ -303,9 +301,8 @@ def test_openenv_plays_until_the_server_is_done():
         assert "wrong" in read(found[2])
         # Sessions serve later episodes: a ninth would be refused.
         play(environment, episodes(0, 1, 2), turns, copies=2)
-        with pytest.raises(EnvironmentFailedError) as caught:
+        with failing("max_concurrent_envs"):
             play(environment, episodes(0, 1, 2), turns, copies=3)
-        assert "max_concurrent_envs" in str(caught.value.__cause__)
 
 
 def test_fields_of_openenv_are_named_where_there_are_several():
