@@ -76,11 +76,11 @@ class SharedBase:
 
         Where anything else is raised, gradients of all may be of a part of their examples.
         """
-        totals, all_logprobs = agreed(
+        totals, outputs = agreed(
             lambda: self._own_part(shares, tokens_per_device, backward=backward)
         )
         results: list[tuple[float, list[Tensor]] | ValueError] = []
-        for share, total, logprobs in zip(shares, totals, all_logprobs, strict=True):
+        for share, total, logprobs in zip(shares, totals, outputs, strict=True):
             try:
                 results.append(share.adapter.merged(total, logprobs, backward=backward))
             except ValueError as error:
@@ -95,9 +95,7 @@ class SharedBase:
         if device.type == "cpu":
             most = min(most, MAX_CPU_TOKENS)
         totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in shares]
-        all_logprobs = [
-            [torch.zeros(each.targets.shape) for each in share.examples] for share in shares
-        ]
+        outputs = [[torch.zeros(each.targets.shape) for each in share.examples] for share in shares]
         self._module.model.train(backward)
         try:
             with torch.set_grad_enabled(backward):
@@ -105,17 +103,17 @@ class SharedBase:
                 for step in zip_longest(*every):
                     pending = [(n, numbers) for n, numbers in enumerate(step) if numbers]
                     for group in _groups(pending, shares, most):
-                        self._pass(shares, group, totals, all_logprobs, backward=backward)
+                        self._pass(shares, group, totals, outputs, backward=backward)
         finally:
             self._module.model.eval()
-        return totals, all_logprobs
+        return totals, outputs
 
     def _pass(
         self,
         shares: Sequence[Portion],
         group: Sequence[tuple[int, Sequence[int]]],
         totals: Sequence[Tensor],
-        all_logprobs: Sequence[list[Tensor]],
+        outputs: Sequence[list[Tensor]],
         *,
         backward: bool,
     ) -> None:
@@ -148,7 +146,7 @@ class SharedBase:
             losses.append(shares[n].loss(logprobs, numbers_on(states.device, own)))
             totals[n].add_(losses[-1].detach())
             for k, values in zip(numbers, logprobs, strict=True):
-                all_logprobs[n][k] = values.detach().float().cpu()
+                outputs[n][k] = values.detach().float().cpu()
         if backward:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 

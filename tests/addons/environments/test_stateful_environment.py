@@ -266,19 +266,10 @@ class Triple(Quiz):
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (Different, "--environment mine:Env: reset returned '1' and '2' for copies of one prompt"),
-        (
-            Nan,
-            "--environment mine:Env: an environment gave the reward nan; a reward is a finite number",
-        ),
-        (
-            Pair,
-            "--environment mine:Env: reset returned a tuple; it returns a text, a message, a list of messages",
-        ),
-        (
-            Triple,
-            "--environment mine:Env: step returned a tuple of 3; return a reply, or the reward",
-        ),
+        (Different, "Env: reset returned '1' and '2' for copies of one prompt"),
+        (Nan, "Env: an environment gave the reward nan; a reward is a finite number"),
+        (Pair, "Env: reset returned a tuple; it returns a text, a message, a list of messages"),
+        (Triple, "Env: step returned a tuple of 3; return a reply, or a reply and the reward"),
         (Exits, "sys.exit was called"),
         (Hangs, "took more than the 0.2 seconds of --reward_timeout"),
         (Long, "--max_prompt_seq_len is 4000"),
