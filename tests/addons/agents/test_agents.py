@@ -117,9 +117,9 @@ def play(tokenizer):
             is_end=ends.__contains__,
             find_end=lambda tokens: None,
         )
-        found = agents.play(blanks, draw, key=("k",))
+        played = agents.play(blanks, draw, key=("k",))
         assert not agents.episodes
-        return SimpleNamespace(responses=found, script=script, agents=agents)
+        return SimpleNamespace(responses=played, script=script, agents=agents)
 
     yield run
     for agents in opened:
@@ -150,10 +150,10 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
         await client.chat.completions.create(model="any-name", messages=more)
         return {"reward": 0.5, "turns_taken": 2, "kind": "text"}
 
-    found = play(agent, [{}], lambda prompt, seed: drawn)
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: drawn)
+    (response,) = played.responses
     assert response.episode.earlier_sequences == ()
-    first, second = (each.prompts[0] for each in found.script.rounds)
+    first, second = (each.prompts[0] for each in played.script.rounds)
     assert tuple(first) == response.prompt
     assert second[: len(first) + 4] == [*first, *drawn]
     assert [*response.prompt, *response.tokens] == [*second, *drawn]
@@ -168,7 +168,7 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
     assert response.sampler_logprobs == (-0.25,) * 8
     assert (response.episode.reward, response.episode.logged) == (0.5, {"turns_taken": 2.0})
     assert (response.episode.num_calls, response.ended, response.episode.failure) == (2, True, "")
-    assert found.script.rounds[1].prefixes == [(0, len(first) + 3)]
+    assert played.script.rounds[1].prefixes == [(0, len(first) + 3)]
     assert json.loads(response.episode.earlier)[-2:] == [
         {"role": "assistant", "content": " The\n"},
         user("And?"),
@@ -186,8 +186,8 @@ def test_what_rewrites_its_history_or_asks_beside_it_has_sequences_of_its_own(pl
         await ask(client, *going_on, user("Go back."))  # a branch of the first
         return 1
 
-    found = play(agent, [{}], lambda prompt, seed: "one")
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: "one")
+    (response,) = played.responses
     assert [sum(each.actor_mask) for each in response.sequences] == [2, 2, 2, 4, 2]
     assert response.num_actor_tokens == 12
     texts = [tokenizer.decode(each.prompt) for each in response.sequences]
@@ -197,7 +197,7 @@ def test_what_rewrites_its_history_or_asks_beside_it_has_sequences_of_its_own(pl
     assert "one" in texts[4]
     assert "Go back." in texts[4]
     assert "one" not in texts[3]
-    seeds = [seed for each in found.script.rounds for own in each.seeds for seed in own]
+    seeds = [seed for each in played.script.rounds for own in each.seeds for seed in own]
     assert len(set(seeds)) == 6
 
 
@@ -212,10 +212,10 @@ def test_seeds_are_of_the_row_and_of_what_is_asked_in_whatever_order_calls_come(
         return 0
 
     def asked(order):
-        found = play(agent, [{"order": order}], lambda prompt, seed: "one").script.rounds
+        played = play(agent, [{"order": order}], lambda prompt, seed: "one").script.rounds
         return {
             tuple(prompt): seeds[0]
-            for each in found
+            for each in played
             for prompt, seeds in zip(each.prompts, each.seeds, strict=True)
         }
 
@@ -234,14 +234,14 @@ def test_what_was_computed_is_taken_from_the_row_that_computed_it(play):
 
     # Equal prompts, which are read once, do not stand together.
     rows = [{"ask": ask} for ask in ("one", "two", "one", "two")]
-    found = play(agent, rows, lambda prompt, seed: f"says {seed % 1000}")
-    first, second = found.script.rounds
+    played = play(agent, rows, lambda prompt, seed: f"says {seed % 1000}")
+    first, second = played.script.rounds
     assert [len(own) for own in first.seeds] == [2, 2]
     before = [(p, seed) for p, own in zip(first.prompts, first.seeds, strict=True) for seed in own]
     for prompt, (row, count) in zip(second.prompts, second.prefixes, strict=True):
         asked, seed = before[row]
         text = f"says {seed % 1000}"
-        answer = found.script.tokenizer.encode(text, add_special_tokens=False)
+        answer = played.script.tokenizer.encode(text, add_special_tokens=False)
         assert prompt[:count] == [*asked, *answer]
 
 
@@ -279,8 +279,8 @@ def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, fam
         return float(last.message.content == "It is 3.")
 
     answers = iter([call, "It is 3."])
-    found = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer, limit=2000)
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer, limit=2000)
+    (response,) = played.responses
     assert (response.episode.failure, response.episode.reward) == ("", 1.0)
     assert response.episode.earlier_sequences == ()
     assert "Add." in tokenizer.decode(response.prompt)
@@ -308,19 +308,19 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
     kinds = ["good", "crash", "hang", "greedy", "text", "none", "silent"]
     start = time.monotonic()
     rows = [{"kind": kind} for kind in kinds]
-    found = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(2.0, 0, 4, 64))
+    played = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(2.0, 0, 4, 64))
     assert time.monotonic() - start < 10
-    failures = {kind: r.episode.failure for kind, r in zip(kinds, found.responses, strict=True)}
+    failures = {kind: r.episode.failure for kind, r in zip(kinds, played.responses, strict=True)}
     assert failures["good"] == failures["none"] == ""
     assert failures["crash"] == "KeyError: 'not there'"
     assert failures["hang"] == "timed out after 2 seconds (--agent_timeout)"
     assert "the episode has had its 4 answers (--agent_max_calls)" in failures["greedy"]
     assert "an agent gave 'good'; its reward is a finite number" in failures["text"]
     assert failures["silent"] == "it asked nothing"
-    for response in found.responses:
+    for response in played.responses:
         assert response.is_left_out == bool(response.episode.failure)
         assert (response.tokens == ()) == bool(response.episode.failure)
-    assert [r.episode.reward for r in found.responses] == [0.5, *[None] * 6]
+    assert [r.episode.reward for r in played.responses] == [0.5, *[None] * 6]
 
 
 def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
@@ -351,11 +351,11 @@ def test_a_failed_episode_is_begun_again_with_other_random_numbers(play):
             raise RuntimeError("once more")
         return 1.0
 
-    found = play(agent, [{"n": 5}], lambda p, seed: "one", limits=AgentLimits(5.0, 3, 9, 64))
-    (response,) = found.responses
+    played = play(agent, [{"n": 5}], lambda p, seed: "one", limits=AgentLimits(5.0, 3, 9, 64))
+    (response,) = played.responses
     episode = response.episode
     assert (episode.failure, episode.num_retries, episode.num_calls) == ("", 2, 1)
-    assert len({each.seeds[0][0] for each in found.script.rounds}) == 3
+    assert len({each.seeds[0][0] for each in played.script.rounds}) == 3
 
 
 def test_whatever_a_program_raises_ends_its_episode_at_once(play):
@@ -374,9 +374,9 @@ def test_whatever_a_program_raises_ends_its_episode_at_once(play):
     start = time.monotonic()
     reasons = []
     for program in (cancelled, exhausted, refused):
-        found = play(program, [{}], lambda prompt, seed: "one", limits=AgentLimits(9.0, 1, 9, 64))
-        assert found.responses[0].episode.num_retries == 1
-        reasons.append(found.responses[0].episode.failure)
+        played = play(program, [{}], lambda prompt, seed: "one", limits=AgentLimits(9.0, 1, 9, 64))
+        assert played.responses[0].episode.num_retries == 1
+        reasons.append(played.responses[0].episode.failure)
     assert time.monotonic() - start < 6
     assert reasons[0].startswith("CancelledError")
     assert reasons[1].startswith("RuntimeError: StopIteration")
@@ -396,11 +396,11 @@ def test_an_answer_that_nobody_waited_for_is_not_learnt_from(play):
             time.sleep(1)  # the program has gone on
         return "one"
 
-    found = play(agent, [{"waits": True}, {"waits": False}], answer)
-    for response in found.responses:
+    played = play(agent, [{"waits": True}, {"waits": False}], answer)
+    for response in played.responses:
         assert response.episode.reward == 1.0
         assert response.episode.earlier_sequences == ()
-        assert "sub" not in found.script.tokenizer.decode(response.prompt)
+        assert "sub" not in played.script.tokenizer.decode(response.prompt)
 
 
 def test_special_tokens_that_a_program_passes_on_stay_text(play, tokenizer):
@@ -469,11 +469,11 @@ def test_where_all_episodes_fail_the_error_is_the_first_ones(play):
     def agent(row):
         raise ZeroDivisionError("mine")
 
-    found = play(agent, [{}, {}], None)
+    played = play(agent, [{}, {}], None)
     with pytest.raises(AgentFailedError) as caught:
-        found.agents.checked(found.responses)
+        played.agents.checked(played.responses)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    found.agents.checked([*found.responses, Response((1,), (2,), True, 0)])
+    played.agents.checked([*played.responses, Response((1,), (2,), True, 0)])
 
 
 def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
@@ -481,15 +481,15 @@ def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
         assert isinstance(client, openai.OpenAI)
         assert str(client.base_url).rstrip("/") == base_url
         time.sleep(wait)
-        with client.chat.completions.create(model=model, messages=QUESTION, stream=True) as found:
-            text = "".join(each.choices[0].delta.content or "" for each in found)
+        with client.chat.completions.create(model=model, messages=QUESTION, stream=True) as played:
+            text = "".join(each.choices[0].delta.content or "" for each in played)
         return float(text == "one two")
 
     start = time.monotonic()
-    found = play(agent, [{"wait": 0.5}] * 8, lambda prompt, seed: "one two")
+    played = play(agent, [{"wait": 0.5}] * 8, lambda prompt, seed: "one two")
     assert time.monotonic() - start < 3
-    assert [r.episode.reward for r in found.responses] == [1.0] * 8
-    assert len(found.script.rounds) == 1
+    assert [r.episode.reward for r in played.responses] == [1.0] * 8
+    assert len(played.script.rounds) == 1
 
 
 @pytest.mark.parametrize("asked", [{}, {"continue_final_message": True}])
@@ -508,12 +508,12 @@ def test_an_answer_that_was_cut_off_is_continued_from_its_tokens(play, tokenizer
         await ask(client, user("!"), said.message.model_dump())
         return 1.0
 
-    found = play(agent, [{}], lambda prompt, seed: drawn)
-    first, second, _, closed, _, last = (each.prompts[0] for each in found.script.rounds)
+    played = play(agent, [{}], lambda prompt, seed: drawn)
+    first, second, _, closed, _, last = (each.prompts[0] for each in played.script.rounds)
     assert second == [*first, *drawn[:2]]
     assert tokenizer.decode(closed).endswith("Assistant:")
     assert tokenizer.decode(last).endswith("Assistant: abcd")  # without the end that was drawn
-    (response,) = found.responses
+    (response,) = played.responses
     assert (*drawn[:2], *drawn) in [each.tokens for each in response.sequences]
 
 
@@ -561,8 +561,8 @@ def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
             await ask(client, *long)
         return 1.0
 
-    found = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
+    (response,) = played.responses
     assert response.episode.reward == 1.0
     first, _, last = response.sequences
     assert len(first.tokens) == 2
@@ -623,10 +623,10 @@ def test_a_command_plays_an_episode_and_nothing_of_it_stays(play, tmp_path, monk
     marker = str(tmp_path / "marker")
     rows = [{"kind": kind, "prompt": QUESTION, "file": marker} for kind in kinds]
     command = AgentCommand(f"{sys.executable} {tmp_path}/agent.py")
-    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(8.0, 0, 9, 64))
-    rewards = {k: r.episode.reward for k, r in zip(kinds, found.responses, strict=True)}
+    played = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(8.0, 0, 9, 64))
+    rewards = {k: r.episode.reward for k, r in zip(kinds, played.responses, strict=True)}
     assert rewards == {"print": 0.75, "post": 0.25, "fail": None, "hang": None, "nothing": None}
-    failures = [r.episode.failure for r in found.responses]
+    failures = [r.episode.failure for r in played.responses]
     assert failures[0] == failures[1] == ""
     assert failures[2] == "RuntimeError: it ended with exit code 1: it went wrong"
     assert failures[4].startswith("NoRewardError: its last line is no JSON: 'not the reward'; ")
@@ -673,8 +673,8 @@ def test_a_command_without_a_reward_is_refused_with_what_it_printed(shell, messa
 def test_a_failed_command_is_named_with_its_episode_and_no_line_of_ours(play, capfd):
     rows = [{}, {}]
     command = AgentCommand("""echo '{"score": 1}'""")
-    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(5.0, 1, 9, 64))
-    assert [r.episode.num_retries for r in found.responses] == [1, 1]
+    played = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(5.0, 1, 9, 64))
+    assert [r.episode.num_retries for r in played.responses] == [1, 1]
     (line,) = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"an episode of --agent_command failed \(prompt [01] of the batch, copy 0\): ValueError: "
@@ -685,12 +685,12 @@ def test_a_failed_command_is_named_with_its_episode_and_no_line_of_ours(play, ca
 
 def sleepers(marker):
     """Processes that the hanging program of a test has left behind."""
-    found = []
+    outcome = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or ())
         if marker in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.pid)
-    return found
+            outcome.append(process.pid)
+    return outcome
 
 
 @pytest.mark.parametrize(

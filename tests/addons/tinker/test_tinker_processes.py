@@ -38,16 +38,16 @@ def test_processes_and_zero_stages_give_what_one_process_gives(ranks, tmp_path):
     for step, zero_stage in enumerate(stages):
         options = {"directory": str(tmp_path / "several"), "steps": [step]}
         if zero_stage is None:
-            (found,) = tinker_runs.train(**options)
+            (outcome,) = tinker_runs.train(**options)
         else:
             run = "addons.tinker.tinker_runs:train"
-            (found,), nothing = ranks(2).run(run, **options, zero_stage=zero_stage)
+            (outcome,), nothing = ranks(2).run(run, **options, zero_stage=zero_stage)
             assert nothing is None
         for name in ("outputs", "answers", "prompts"):
-            difference = differences(found[name], expected[step][name])
+            difference = differences(outcome[name], expected[step][name])
             assert difference < 1e-5, (step, name, difference)
         for name, tolerance in (("weights", 1e-5), ("moments", 1e-4)):
-            for own, others in zip(found[name], expected[step][name], strict=True):
+            for own, others in zip(outcome[name], expected[step][name], strict=True):
                 assert own.keys() == others.keys()
                 for key, value in others.items():
                     largest = max(1.0, float(value.abs().max()))

@@ -268,11 +268,11 @@ def test_a_mistake_is_told_by_its_field_and_changes_no_number(client, address):
     def err():
         for (path, status), rows in REFUSED.items():
             for words, changes in rows:
-                found, text = tenant.told(path, status, changes)
+                outcome, text = tenant.told(path, status, changes)
                 told = json.loads(text) if text[:1] == b"{" else {}
-                is_right = found == status and words in (told.get("detail") or told.get("error"))
+                is_right = outcome == status and words in (told.get("detail") or told.get("error"))
                 if not is_right or (status == 200 and told["category"] != "user"):
-                    wrong.append((path, words, found, text))
+                    wrong.append((path, words, outcome, text))
 
     expected = [calm.step() for _ in range(2)]
     assert [tenant.step(err), tenant.step()] == expected

@@ -131,10 +131,10 @@ def test_samplers_answer_as_they_are_asked(client):
     params = types.SamplingParams(
         max_tokens=5, stop=[], seed=4, temperature=0.8, top_k=40, top_p=0.9
     )
-    found = [sampler.sample(prompt(), 3, params).result().sequences for _ in range(2)]
-    assert [each.tokens for each in found[0]] == [each.tokens for each in found[1]]
-    assert len({tuple(each.tokens) for each in found[0]}) > 1
-    assert all(each.stop_reason == "length" and len(each.tokens) == 5 for each in found[0])
+    outcome = [sampler.sample(prompt(), 3, params).result().sequences for _ in range(2)]
+    assert [each.tokens for each in outcome[0]] == [each.tokens for each in outcome[1]]
+    assert len({tuple(each.tokens) for each in outcome[0]}) > 1
+    assert all(each.stop_reason == "length" and len(each.tokens) == 5 for each in outcome[0])
     greedy = types.SamplingParams(max_tokens=4, stop=[], temperature=0.0)
     answer = sampler.sample(
         prompt(),
@@ -157,10 +157,10 @@ def test_samplers_answer_as_they_are_asked(client):
     assert list(ended.tokens) == list(sequence.tokens[: len(ended.tokens)])
     assert sampler.compute_logprobs(prompt(7)).result() == [None]
     long = [9, 7] * 256  # the whole context
-    found = sampler.compute_logprobs(prompt(*long)).result()
+    outcome = sampler.compute_logprobs(prompt(*long)).result()
     shorter = sampler.compute_logprobs(prompt(*long[:-1])).result()
-    assert len(found) == 512
-    np.testing.assert_allclose(found[1:-1], shorter[1:], atol=1e-4)
+    assert len(outcome) == 512
+    np.testing.assert_allclose(outcome[1:-1], shorter[1:], atol=1e-4)
 
 
 def test_a_long_prompt_and_a_long_answer_are_decoded_side_by_side(client, base):
@@ -216,15 +216,15 @@ def test_files_of_external_weights_are_had_by_signed_urls_without_a_key(service)
             path = trainer.save_weights_external("out", ttl_seconds=3600).result().path
         rest = tinker.RestClient(**named)
         urls = rest.get_external_weights_urls(path).result().urls
-        found = {name: urlopen(url).read() for name, url in urls.items()}
+        outcome = {name: urlopen(url).read() for name, url in urls.items()}
         for url in (urls["README.md"][:-1], urls["README.md"].replace("/files/1", "/files/2")):
             with pytest.raises(HTTPError, match="401"):
                 urlopen(url)
         path_only = urlsplit(urls["README.md"]).path.removeprefix("/api/v1/")
         assert call(guarded, "GET", f"{path_only}%C3%A9", headers=[("X-API-Key", "no")])[0] == 401
         place = service.store.place(path)
-        assert found.keys() >= {"adapter_model.safetensors", "adapter_config.json"}
-        assert all((place / name).read_bytes() == each for name, each in found.items())
+        assert outcome.keys() >= {"adapter_model.safetensors", "adapter_config.json"}
+        assert all((place / name).read_bytes() == each for name, each in outcome.items())
         rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
         rest.publish_checkpoint_from_tinker_path(path).result()
         (kept,) = rest.list_checkpoints(trainer.model_id).result().checkpoints
@@ -269,9 +269,9 @@ def test_a_failed_request_is_not_part_of_gradients_that_are_made_anew(client):
         one.forward_backward([datum([4000])], "cross_entropy").result()
     for _ in range(3):  # the adapter goes to the disk
         trained(new_trainer(client, rank=1), 0)
-    found = one.optim_step(ADAM).result().metrics
+    outcome = one.optim_step(ADAM).result().metrics
     other.forward_backward(batch(0), "cross_entropy").result()
-    assert found == other.optim_step(ADAM).result().metrics
+    assert outcome == other.optim_step(ADAM).result().metrics
 
 
 def test_a_full_disk_fails_one_step_which_can_be_taken_again(client, service, monkeypatch):
@@ -335,9 +335,9 @@ def test_a_server_that_is_killed_goes_on_where_it_was(launcher, tmp_path, client
         servers.append(started_server(launcher, tmp_path, port))
 
     own = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
-    trainer, found = whole_training(own, strike, base_model=find_model(None).base)
+    trainer, outcome = whole_training(own, strike, base_model=find_model(None).base)
     own.close("success")
     stopped_server(servers[-1], [0])
     assert struck == [0, 1, 2, 3, 4]
-    assert found == numbers
+    assert outcome == numbers
     assert files_of(tmp_path / "state", trainer) == files_of(service.store.directory, expected)

@@ -82,8 +82,8 @@ def test_losses_and_steps_are_those_of_a_plain_loop_with_peft(start, loss, confi
         # Gradients of two requests are added.
         halves = [client.forward_backward(part, loss, config) for part in (data[:2], data[2:])]
         stepped = client.optim_step()
-        found = [result(service, each) for each in halves]
-        total, outputs = 0.0, [each for half in found for each in half.loss_fn_outputs]
+        outcome = [result(service, each) for each in halves]
+        total, outputs = 0.0, [each for half in outcome for each in half.loss_fn_outputs]
         for datum, output in zip(data, outputs, strict=True):
             ids = torch.tensor([datum.model_input.to_ints()])
             numbers = {k: v.to_torch() for k, v in datum.loss_fn_inputs.items()}
@@ -96,7 +96,7 @@ def test_losses_and_steps_are_those_of_a_plain_loop_with_peft(start, loss, confi
             own = by_hand(loss, logprobs, numbers, config)
             own.backward()
             total += float(own.detach())
-        assert sum(half.metrics["loss:sum"] for half in found) == pytest.approx(total, rel=1e-5)
+        assert sum(half.metrics["loss:sum"] for half in outcome) == pytest.approx(total, rel=1e-5)
         norm = torch.nn.utils.clip_grad_norm_(trained, 20.0)
         assert result(service, stepped)["metrics"]["grad_norm"] == pytest.approx(
             float(norm), rel=1e-4
@@ -145,16 +145,16 @@ def assert_same(found, expected):
 
 def outcomes(service, client):
     """Numbers of each request that was sent, by name; the words of one that failed."""
-    found = []
+    obtained = []
     for request_id in client.request_ids[1:-1]:
         outcome = result(service, request_id)
         if isinstance(outcome, dict):
-            found.append(outcome.get("metrics", outcome))
+            obtained.append(outcome.get("metrics", outcome))
         else:
             outputs = enumerate(outcome.loss_fn_outputs)
             lists = {f"{n} {k}": v.tolist() for n, each in outputs for k, v in each.items()}
-            found.append(outcome.metrics | lists)
-    return found
+            obtained.append(outcome.metrics | lists)
+    return obtained
 
 
 def assert_near(found, expected):
@@ -349,8 +349,8 @@ def test_answers_do_not_depend_on_what_is_sampled_beside_them(start):
     for sequence in alone[0].sequences:
         whole = [*prompts[0], *sequence.tokens]
         datum = types.Datum(types.ModelInput.from_ints(whole[:-1]), {"target_tokens": whole[1:]})
-        found = result(service, client.forward_backward([datum], forward_only=True))
-        trained = found.loss_fn_outputs[0]["logprobs"].to_numpy()
+        outcome = result(service, client.forward_backward([datum], forward_only=True))
+        trained = outcome.loss_fn_outputs[0]["logprobs"].to_numpy()
         assert trained[3:].tolist() == pytest.approx(sequence.logprobs, abs=1e-4)
         assert trained[:3].tolist() == pytest.approx(alone[0].prompt_logprobs[1:], abs=1e-4)
 
