@@ -235,7 +235,7 @@ FLOORS = [
         "addons.agents": Room(
             "addons.environments addons.serving algos config data engine generation models report"
             " rl.draw rl.options rl.response rl.score runtime",
-            "openai starlette",
+            "httpx openai starlette",
             "addon options",
         ),
         "addons.distill": Room(
