@@ -1,79 +1,15 @@
 """Pairs from their rows to tensors: tokens, store, counts and layouts by hand."""
 
-import math
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data import samples as store
 from dschat_lora.data.batch import PairCollator
 from dschat_lora.data.readers import RowError
 from dschat_lora.data.rows import check_sources
-from dschat_lora.data.samples import PairSample, TokenSet, write_samples
 from helpers.pairs import Answers, ragged_pairs, with_a_prefix
-
-# The store
-
-
-def stored(tmp_path, pairs, name="x.arrow"):
-    write_samples(tmp_path / name, pairs, "pairs")
-    return TokenSet.read(tmp_path / name, "pairs")
-
-
-def fields_of(pair):
-    return (
-        pair.input_ids.tolist(),
-        pair.prompt_length,
-        pair.shared_length,
-        pair.chosen_length,
-        pair.margin,
-    )
-
-
-@pytest.mark.parametrize("count", [0, 1, 4, 9])
-def test_pairs_come_back_as_they_were_written(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
-    pairs = [replace(p, margin=0.25).sample() for p in ragged_pairs(count)]
-    read = stored(tmp_path, pairs)
-    assert len(read) == count
-    assert [fields_of(read[i]) for i in range(count)] == [fields_of(pair) for pair in pairs]
-    assert all(isinstance(read[i], PairSample) for i in range(count))
-    if count:
-        assert isinstance(read[0].prompt_length, int)
-        assert all(map(math.isnan, read[0].reference))
-        assert read.column("shared_length").tolist() == [pair.shared_length for pair in pairs]
-        assert read.column("margin").tolist() == [0.25] * count
-    assert read.lengths.tolist() == [len(pair.input_ids) for pair in pairs]
-
-
-def test_digest_tells_any_other_field_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
-    pairs = [pair.sample() for pair in ragged_pairs(6)]
-    first = stored(tmp_path, pairs).digest
-    assert stored(tmp_path, pairs, "same.arrow").digest == first
-    changes = {
-        "input_ids": pairs[5].input_ids + 1,
-        "prompt_length": 9,
-        "shared_length": 9,
-        "chosen_length": 9,
-        "margin": 9.0,
-    }
-    digests = {
-        stored(
-            tmp_path,
-            [*pairs[:index], replace(pairs[index], **{name: value}), *pairs[index + 1 :]],
-            f"{name}{index}.arrow",
-        ).digest
-        for name, value in changes.items()
-        for index in (0, 5)
-    }
-    digests.add(stored(tmp_path, pairs[::-1], "reversed.arrow").digest)
-    assert len(digests | {first}) == 2 * len(changes) + 2
-
 
 # From files
 
