@@ -1832,7 +1832,7 @@ def plan(
     *,
     device: str | None = None,
     num_gpus: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> Plan:
     """Memory and time of a stage, and settings that fit a device; no weights are loaded.
 
@@ -1864,7 +1864,7 @@ def tune(
     reduction_factor: int = 3,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Tuned:
     """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
 

@@ -89,10 +89,10 @@ def recipe_rows(names: Iterable[str] = RECIPES) -> Iterator[str]:
 
 def _recipe_cells(plan: StagePlan) -> str:
     """What a stage needs in GiB, and on each card the most rows that it trains on and decodes."""
-    cells = [f"{plan.memory.peak / 2**30:.3g}"]
+    cells = [f"{plan.peak / 2**30:.3g}"]
     for size in RECIPE_SIZES:
         usable = find_card(size).usable_bytes
-        found = largest_rows(plan, usable) if plan.memory.peak <= usable else {}
+        found = largest_rows(plan, usable) if plan.peak <= usable else {}
         cells.append(
             " / ".join(str(rows) for _, rows in sorted(found.items(), reverse=True)) or "-"
         )

@@ -71,7 +71,7 @@ FLOORS = [
             "safetensors torch transformers",
             "adapter_config history manifest quantization",
         ),
-        "perf": Room("lora", "torch", "cards"),
+        "perf": Room("kernels lora", "torch", "cards"),
     },
     {
         "models": Room(
@@ -116,7 +116,7 @@ FLOORS = [
     },
     {
         "rl.loop": Room(
-            "algos config data engine generation lora models perf report rl.draw rl.learn"
+            "algos config data engine generation kernels lora models perf report rl.draw rl.learn"
             " rl.options rl.response rl.score rl.watch runtime",
             "numpy torch",
             light="validation",

@@ -23,6 +23,7 @@ from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.commands.train import run_stage
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.addons import installed, verbs
+from dschat_lora.engine import failure_detection
 from helpers.addons import has_verb
 from helpers.command_lines import outcome_of
 from helpers.step1 import write_adapter_config, write_jsonl
@@ -75,6 +76,7 @@ def test_refused_line_is_told(directory_of, monkeypatch, room, table, line, part
     if missing or (verb in verbs() and not has_verb(verb)):
         pytest.skip(f"{missing or verb} is not there")
     monkeypatch.chdir(directory_of(room))
+    monkeypatch.setattr(failure_detection, "join", lambda: None)  # no launcher started others
     for name, value in table.get("environment", {}).items():
         monkeypatch.setenv(name, value)
     script = verb in SCRIPTS and partial(run_stage, SCRIPTS[verb])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, get_args
 
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.held import held
@@ -20,6 +20,11 @@ from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.engines import known_engines
 from dschat_lora.rl.options.names import of_addons
 from dschat_lora.runtime.stage_main import late
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from dschat_lora.supervised.scorer import LoadedRewardModel
 
 
 class EarlierRun(Protocol):
@@ -55,7 +60,7 @@ _TYPES = {
 
 
 def with_options(
-    config_class: Any, *named: str, only: Collection[str] | None = None
+    config_class: "type[DataclassInstance]", *named: str, only: Collection[str] | None = None
 ) -> Callable[[FunctionT], FunctionT]:
     """A decorator that names the options of ``config_class`` in a function's signature and help.
 
@@ -69,7 +74,7 @@ def with_options(
         assert options.kind is options.VAR_KEYWORD
         taken, rows = {*whole.parameters, *named}, dict[str, OptionRow]()
         sections: dict[str, str] = {}
-        for name, (field, annotation) in option_fields(config_class):
+        for name, (field, annotation) in option_fields(config_class).items():
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
@@ -101,7 +106,7 @@ def with_options(
     return decorate
 
 
-def type_text(name: str, annotation: Any) -> str:
+def type_text(name: str, annotation: object) -> str:
     """What an option takes in Python, as it is written in a signature."""
     if name in _TYPES:
         return _TYPES[name]
@@ -120,14 +125,16 @@ def type_text(name: str, annotation: Any) -> str:
     return f"{text} | None" if optional else text
 
 
-def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack) -> dict[str, Any]:
+def option_values(
+    config_class: "type[DataclassInstance]", values: Mapping[str, object], stack: ExitStack
+) -> dict[str, object]:
     """Values of options of a class with a name for each object, which ``stack`` holds.
 
     Raises:
         TypeError: for an object of another kind.
         ValueError: for rows that cannot be gone through twice.
     """
-    found, functions = {}, options_that_run(config_class, "object", "part")
+    named, functions = dict[str, object](), options_that_run(config_class, "object", "part")
     for name, value in values.items():
         if name in functions:
             value = _functions(value, name, stack)
@@ -135,11 +142,11 @@ def option_values(config_class: Any, values: Mapping[str, Any], stack: ExitStack
             value = data_value(value, name.removesuffix("_path"), stack)
         elif name.endswith(_MODELS):
             value = model_value(value, name)
-        found[name] = value
-    return found
+        named[name] = value
+    return named
 
 
-def model_value(model: Any, option: str = "model") -> str | None:
+def model_value(model: object, option: str = "model") -> str | None:
     """The name or path of a model; one that is loaded is written to the cache of data.
 
     It has the same name there whenever it has the same weights, and is itself not changed.
@@ -159,14 +166,15 @@ def model_value(model: Any, option: str = "model") -> str | None:
     )
 
 
-def data_value(data: Any, name: str, stack: ExitStack) -> Any:
+def data_value(data: object, name: str, stack: ExitStack) -> object:
     """Paths as they are, and rows by the name under which ``stack`` holds them."""
     if data is None or isinstance(data, str | os.PathLike):
         return data
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a DataFrame
         raise TypeError(f"{name} is a table; give its rows: data.to_dict('records')")
     if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        data = [data[number] for number in range(len(data))]  # a Dataset of torch
+        rows = cast(Sequence[object], data)  # a Dataset of torch
+        data = [rows[number] for number in range(len(rows))]
     if not isinstance(data, Iterable) or isinstance(data, Mapping | bytes):
         raise TypeError(
             f"{name} must be a path, rows (dicts), a Dataset or another iterable of dicts, got a "
@@ -202,7 +210,7 @@ def _way_to_rows(data: object) -> str:
     return "; of lists by column datasets.Dataset.from_dict(data) makes rows"
 
 
-def _functions(value: Any, option: str, stack: ExitStack) -> Any:
+def _functions(value: object, option: str, stack: ExitStack) -> object:
     if isinstance(value, list | tuple):
         return [_functions(each, option, stack) for each in value]
     if isinstance(value, Mapping):  # several by name
@@ -219,8 +227,8 @@ def function_name(function: object) -> str:
 
 
 def reward_options(
-    rewards: Any, critic: Any, weights: Sequence[float] | None, stack: ExitStack
-) -> dict[str, Any]:
+    rewards: object, critic: object, weights: object, stack: ExitStack
+) -> dict[str, object]:
     """The options of step 3 that say what scores responses; ``stack`` holds the functions.
 
     The first reward model is the run's own, from which a critic starts; further ones score as
@@ -233,15 +241,15 @@ def reward_options(
     given = [*rewards] if isinstance(rewards, list | tuple) else [rewards]
     if len(given) == 2 and all(hasattr(each, "save_pretrained") for each in given):
         given = [rewards]  # (model, tokenizer) is one reward model
-    weights = None if weights is None else _numbers(weights)
+    numbers = None if weights is None else _numbers(weights)
     # A scorer gives several rewards, by its names.
     counts = [len(getattr(each, "names", ())) or 1 for each in given]
     count = sum(counts)
-    if weights is not None and len(weights) not in (count, count + (critic is not None)):
+    if numbers is not None and len(numbers) not in (count, count + (critic is not None)):
         raise ValueError(
-            f"--reward_weights has {len(weights)} weights for {count} rewards; give one for each"
+            f"--reward_weights has {len(numbers)} weights for {count} rewards; give one for each"
         )
-    left, path = [*(weights or ())], model_value(critic, "critic")
+    left, path = [*(numbers or ())], model_value(critic, "critic")
     functions, scales, own = list[str](), list[float](), list[float]()
     for each, own_count in zip(given, counts, strict=True):
         scale, left = left[:own_count], left[own_count:]
@@ -254,22 +262,22 @@ def reward_options(
             name = stack.enter_context(held(ModelReward(str(other)), Path(str(other)).name))
         functions.append(name)
         scales += scale
-    found: dict[str, Any] = {"reward_function": functions or None}
+    scorers: dict[str, object] = {"reward_function": functions or None}
     if path is not None:
-        found["critic_model_name_or_path"] = path
-    if weights is not None:
-        found["reward_weights"] = [*scales, *((own or left or [1.0]) if path is not None else [])]
-    return found
+        scorers["critic_model_name_or_path"] = path
+    if numbers is not None:
+        scorers["reward_weights"] = [*scales, *((own or left or [1.0]) if path is not None else [])]
+    return scorers
 
 
-def _numbers(weights: Any) -> list[float]:
+def _numbers(weights: object) -> list[float]:
     try:
-        return [float(each) for each in weights]
+        return [float(each) for each in cast(Iterable[float], weights)]
     except (TypeError, ValueError) as error:
         raise ValueError(f"--reward_weights must be a list of numbers, got {weights!r}") from error
 
 
-def _reward_function(reward: Any, stack: ExitStack) -> str | None:
+def _reward_function(reward: object, stack: ExitStack) -> str | None:
     """The name of a function, which ``stack`` holds; None of a reward model."""
     if isinstance(reward, str):
         is_function = ":" in reward and not Path(reward).expanduser().exists()
@@ -292,16 +300,16 @@ class ModelReward:
     def __init__(self, path: str) -> None:
         """``path`` is the directory of the reward model, or its hub name."""
         self._path = path
-        self._scorer: Any = None
+        self._scorer: LoadedRewardModel | None = None
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float | None]:
         """A score of each response; None for one that is too long for the model."""
         from dschat_lora.data.chat import Span
         from dschat_lora.data.records import TextRecord
-        from dschat_lora.supervised.scorer import Scorer
+        from dschat_lora.supervised.scorer import LoadedRewardModel
 
         if self._scorer is None:
-            self._scorer = Scorer(ModelConfig(model_name_or_path=self._path))
+            self._scorer = LoadedRewardModel(ModelConfig(model_name_or_path=self._path))
         records = [
             TextRecord(
                 f"response {number}",

@@ -8,7 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.api.options import Data, Model, Reward, option_values, reward_options, with_options
+from dschat_lora.api.options import (
+    Data,
+    Model,
+    PathLike,
+    Reward,
+    option_values,
+    reward_options,
+    with_options,
+)
 from dschat_lora.api.process import only_run, run_in_process
 from dschat_lora.api.verbs import Message, generate
 from dschat_lora.commands.stages import STAGES, check_as_verb
@@ -16,7 +24,12 @@ from dschat_lora.config.addons import load as load_object
 from dschat_lora.config.addons import provided
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import build_config, options_in_python
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.config.stages import (
+    DpoStageConfig,
+    RewardStageConfig,
+    StageConfig,
+    SupervisedConfig,
+)
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import read_object
 from dschat_lora.rl.options.config import RlhfConfig
@@ -82,7 +95,7 @@ class Run:
         return next((each for each in homes if (each / "run.json").is_file()), self.path)
 
     def generate(
-        self, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
+        self, prompts: str | Sequence[str | Sequence[Message]], **sampling: object
     ) -> list[str]:
         """Answers to prompts; see ``dschat_lora.generate``."""
         return generate(self, prompts, **sampling)
@@ -130,7 +143,7 @@ def sft(
     callbacks: Sequence[Callback] = (),
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Run:
     """Fine-tune a language model on rows of text, of answers or of conversations (step 1).
 
@@ -170,7 +183,7 @@ def reward(
     callbacks: Sequence[Callback] = (),
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Run:
     """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``."""
     common = common_options(data, eval_data, output_dir, resume)
@@ -187,7 +200,7 @@ def dpo(
     callbacks: Sequence[Callback] = (),
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Run:
     """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of ``sft``."""
     common = common_options(data, eval_data, output_dir, resume)
@@ -206,7 +219,7 @@ def rlhf(
     callbacks: Sequence[Callback] = (),
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Run:
     """Train a policy on its own responses by PPO, RLOO or GRPO (step 3).
 
@@ -229,16 +242,22 @@ def rlhf(
         **options: those of ``dschat-lora rlhf --help all``, by their names.
     """
     with ExitStack() as stack:
+        common = common_options(data, eval_data, output_dir, resume)
+        weights = options.pop("reward_weights", None)
         named = {
             "actor_model_name_or_path": model,
-            **common_options(data, eval_data, output_dir, resume),
+            **common,
+            **reward_options(rewards, critic, weights, stack),
         }
-        weights = options.pop("reward_weights", None)
-        named |= reward_options(rewards, critic, weights, stack)
         return train("rlhf", named, options, callbacks, quiet)
 
 
-def common_options(data: Any, eval_data: Any, output_dir: Any, resume: Any) -> dict[str, Any]:
+def common_options(
+    data: Data | None,
+    eval_data: Data | None,
+    output_dir: PathLike | None,
+    resume: PathLike | None,
+) -> dict[str, object]:
     """Options of every stage by their names."""
     return {
         "data_path": data,
@@ -250,8 +269,8 @@ def common_options(data: Any, eval_data: Any, output_dir: Any, resume: Any) -> d
 
 def train(
     stage: str,
-    named: Mapping[str, Any],
-    options: Mapping[str, Any],
+    named: Mapping[str, object],
+    options: Mapping[str, object],
     callbacks: Sequence[Callback],
     quiet: bool,
 ) -> Run:
@@ -265,9 +284,9 @@ def train(
         if not callable(callback):
             raise TypeError(f"callbacks must be functions, got a {type(callback).__name__}")
     with ExitStack() as stack:
-        config_class: type[Any] = STAGES[stage].config
+        config_class = STAGES[stage].config
         values = option_values(config_class, {**options, **given}, stack)
-        config: Any = build_config(config_class, options_in_python(config_class, values))
+        config: StageConfig = build_config(config_class, options_in_python(config_class, values))
         stack.enter_context(only_run())
         stack.enter_context(run_in_process(quiet=quiet))
         if (shown := _run_view("live")) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dschat_lora.api.options import Model, option_values, with_options
 from dschat_lora.api.process import on_first_process, run_in_process
@@ -18,6 +18,9 @@ from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.runtime.stage_main import late
 from dschat_lora.runtime.validation import check_generate
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _OF_COMMANDS = ("output_path", "json", "html")
 # Of add-ons that write files in place of answers.
 _OF_ADDONS = tuple(
@@ -26,14 +29,14 @@ _OF_ADDONS = tuple(
     if hasattr(each.metadata["group"], "generate")
     for name in option_names(each.metadata["group"])
 )
-ConfigT = TypeVar("ConfigT")
+ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 Message = Mapping[str, str]
 _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
 
 
 @with_options(GenerateConfig, *_NAMED, *_OF_COMMANDS, *_OF_ADDONS)
 def generate(
-    model: Model | None, prompts: str | Sequence[str | Sequence[Message]], **sampling: Any
+    model: Model | None, prompts: str | Sequence[str | Sequence[Message]], **sampling: object
 ) -> list[str]:
     """Answers to prompts, greedily unless told otherwise.
 
@@ -72,7 +75,9 @@ def generate(
 
 
 @with_options(MergeConfig, *_NAMED, "json")
-def merge(model: Model, output_dir: str | os.PathLike[str] | None = None, **options: Any) -> Path:
+def merge(
+    model: Model, output_dir: str | os.PathLike[str] | None = None, **options: object
+) -> Path:
     """Write base and adapter as one transformers model.
 
     Args:
@@ -90,15 +95,15 @@ def merge(model: Model, output_dir: str | os.PathLike[str] | None = None, **opti
         values = {"model_name_or_path": model, "output_dir": output_dir}
         config = config_of(MergeConfig, values, options, stack)
         stack.enter_context(run_in_process())
-        directory: Path = late("runtime.merge:check_merge")(config)
+        directory: Path = late("runtime.merge:merged_directory")(config)
         on_first_process(lambda: late("runtime.merge:merge_model")(config))
         return directory
 
 
 def config_of(
     config_class: type[ConfigT],
-    given: Mapping[str, Any],
-    options: Mapping[str, Any],
+    given: Mapping[str, object],
+    options: Mapping[str, object],
     stack: ExitStack,
     of_commands: Sequence[str] = (),
 ) -> ConfigT:
@@ -115,4 +120,4 @@ def config_of(
         if name in (*_OF_COMMANDS, *of_commands):
             raise TypeError(f"--{name} is an option of the command alone: a function returns all")
     named = option_values(config_class, {**given, **options}, stack)
-    return build_config(config_class, options_in_python(config_class, named))  # type: ignore[type-var, arg-type]
+    return build_config(config_class, options_in_python(config_class, named))

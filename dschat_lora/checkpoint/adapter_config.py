@@ -23,8 +23,8 @@ from dschat_lora.checkpoint.manifest import (
     verify,
 )
 from dschat_lora.config.files import read_json
-from dschat_lora.config.groups import OWN_SETTINGS, parse_rope_scaling
-from dschat_lora.config.values import fits_fp32
+from dschat_lora.config.groups import OWN_SETTINGS
+from dschat_lora.config.values import fits_fp32, parse_rope_scaling
 from dschat_lora.lora.names import adapted_modules, is_of_expert
 
 CONFIG_FILE = "adapter_config.json"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dschat_lora.checkpoint.history import read_state
 from dschat_lora.config.addons import load, provided
@@ -18,10 +18,12 @@ from dschat_lora.config.options import (
     read_mapping,
     typed_options,
 )
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.resume import is_first_rank, settle, with_options
-from dschat_lora.runtime.stage_main import late
+from dschat_lora.runtime.stage_main import load_late
 
+StageT = TypeVar("StageT", bound=StageConfig)
 RANK = 16  # of adapters of verbs and in Python, where nothing says one
 # Of the machine's processes, which the launcher counts.
 _OF_PROCESSES = ("deepspeed_config", "offload")
@@ -41,13 +43,14 @@ class Stage:
     @property
     def config(self) -> type[Any]:
         """The class of its options."""
-        found: Any = late(self.options).load()
-        return found
+        config_class = load_late(self.options)
+        assert isinstance(config_class, type)
+        return config_class
 
     @property
     def check(self) -> Callable[[Any], Any]:
         """What gives the resolved config, or raises a ValueError."""
-        return late(self.checks).load()
+        return load_late(self.checks)
 
 
 STAGES: Mapping[str, Stage] = {
@@ -111,7 +114,7 @@ def options_of_file(name: str, file: str) -> dict[str, Any]:
 
 def check_stage(
     name: str, values: Mapping[str, Any], processes: int | None, *, rank: int = 0
-) -> Any:
+) -> StageConfig:
     """The config of a stage's verb after its check, whose output is discarded.
 
     ``processes`` is how many the launcher will start; None where it decides. ``rank`` is that of
@@ -129,7 +132,7 @@ def check_stage(
     os.environ["WORLD_SIZE"] = str(processes or least)
     try:
         with redirect_stdout(io.StringIO()):
-            config: Any = build_config(STAGES[name].config, values)
+            config: StageConfig = build_config(STAGES[name].config, values)
             return check_as_verb(config, name, rank=rank)
     finally:
         if before is None:
@@ -138,7 +141,7 @@ def check_stage(
             os.environ["WORLD_SIZE"] = before
 
 
-def check_as_verb(config: Any, stage: str, *, rank: int = RANK) -> Any:
+def check_as_verb(config: StageT, stage: str, *, rank: int = RANK) -> StageT:
     """The config after the check of its stage, with the defaults of :func:`with_verb_defaults`.
 
     A run that is resumed keeps what its checkpoint records, and other ranks wait for the first.
@@ -146,19 +149,20 @@ def check_as_verb(config: Any, stage: str, *, rank: int = RANK) -> Any:
     typed = frozenset(typed_options(config))
     if is_first_rank() or not config.run.resume_from_checkpoint:
         config = with_verb_defaults(settle(config, stage=stage), rank=rank, typed=typed)
-    return STAGES[stage].check(config)
+    checked: StageT = STAGES[stage].check(config)
+    return checked
 
 
 def with_verb_defaults(
-    config: Any, *, rank: int = RANK, typed: frozenset[str] | None = None
-) -> Any:
+    config: StageT, *, rank: int = RANK, typed: frozenset[str] | None = None
+) -> StageT:
     """The config with what is not typed of its adapters, as if it were; records then have it.
 
     Each role that trains and has neither a rank, an adapter that it continues nor a checkpoint gets
     adapters of ``rank``. Where adapters alone train, the learning rate that was ``typed``, by
     default all that is given, is theirs, unless they have one of their own.
     """
-    values, found = flatten(config), dict[str, Any]()
+    values, added = flatten(config), dict[str, Any]()
     if not values["num_train_epochs"]:
         return config
     typed = config.given if typed is None else typed
@@ -169,8 +173,8 @@ def with_verb_defaults(
         leader = "actor_" if _follows_actor(role, values) else role
         continues = _continues_adapter(values[f"{leader}model_name_or_path"])
         if rank and leader == role and not (says_rank or continues or config.checkpoint):
-            found[f"{role}lora_dim"] = rank
-        settled = {**values, **found}[f"{role if says_rank else leader}lora_dim"]
+            added[f"{role}lora_dim"] = rank
+        settled = {**values, **added}[f"{role if says_rank else leader}lora_dim"]
         rate, of_adapter = f"{role}learning_rate", f"{role}lora_learning_rate"
         if (
             # One that is typed again as it was means what it meant.
@@ -179,24 +183,24 @@ def with_verb_defaults(
             and of_adapter not in typed
             and values.get("lora_lr_multiplier") is None
         ):
-            found[of_adapter] = values[rate]
-    return with_options(config, found) if found else config
+            added[of_adapter] = values[rate]
+    return with_options(config, added) if added else config
 
 
-def restated(options: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def restated(options: Mapping[str, Any], config: StageConfig) -> dict[str, Any]:
     """``options``, as of a file, for a verb: that says where all weights train as they say no rank.
 
     ``config`` is what they are, or what they come to by the check of the stage.
     """
-    values, found = flatten(config), dict(options)
+    values, said = flatten(config), dict(options)
     for role in _roles(config):
         starts_anew = not _continues_adapter(values[f"{role}model_name_or_path"])
         if starts_anew and not (values[f"{role}lora_dim"] or _follows_actor(role, values)):
-            found.setdefault(f"{role}lora_dim", 0)
-    return found
+            said.setdefault(f"{role}lora_dim", 0)
+    return said
 
 
-def _roles(config: Any) -> tuple[str, ...]:
+def _roles(config: StageConfig) -> tuple[str, ...]:
     """What the options of each model that trains begin with."""
     if not hasattr(config, "has_critic"):
         return ("",)

@@ -8,6 +8,7 @@ from dschat_lora.commands.launch import launch_stage, split_launcher_options
 from dschat_lora.commands.stages import RANK, STAGES, check_as_verb, check_stage, options_of_file
 from dschat_lora.config.addons import summary_of
 from dschat_lora.config.options import parse_config, typed_options
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.runtime.stage_main import exits, late, prepare_process, run_main
 
 _PROCESSES = """
@@ -55,7 +56,9 @@ def stage(name: str, argv: list[str]) -> None:
         )
         return
     read_file = partial(options_of_file, name)
-    config: Any = parse_config(STAGES[name].config, rest, program=program, read_file=read_file)
+    config: StageConfig = parse_config(
+        STAGES[name].config, rest, program=program, read_file=read_file
+    )
     check_stage(name, typed_options(config), launcher.processes, rank=rank_of(rest))
     launch_stage(name, launcher, rest)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dschat_lora.config.addon_names import ADDONS
 from dschat_lora.config.options import group, nested_prefix, option_names, parse_config
@@ -44,6 +44,9 @@ SEAMS = (
     "advice",
     *(seam for names in ADDONS.values() for seam in names.seams.split()),
 )
+
+
+ConfigT = TypeVar("ConfigT")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # Verbs of the package's add-ons.
 _OWN_VERBS = tuple(verb for names in ADDONS.values() for verb in names.verbs.split())
@@ -262,25 +265,26 @@ def left_out(name: str) -> Iterator[None]:
             warnings.warn_explicit(text, UserWarning, str(Path(__file__).parent), 1)
 
 
-def groups_of(config: Any, method: str) -> Iterator[Any]:
+def groups_of(config: object, method: str) -> Iterator[Any]:
     """The options of add-ons in a config whose class has a method of this name."""
-    for each in fields(config.addons):
-        if hasattr(own := getattr(config.addons, each.name), method):
+    addons = vars(config)["addons"]
+    for each in fields(addons):
+        if hasattr(own := getattr(addons, each.name), method):
             yield own
 
 
-def through_addons(config: Any, method: str) -> Any:
+def through_addons(config: ConfigT, method: str) -> ConfigT:
     """The config as this method of add-ons' options makes it in turn; None leaves it as it is."""
     for own in groups_of(config, method):
         config = getattr(own, method)(config) or config
     return config
 
 
-def owners(config: Any) -> dict[str, str]:
+def owners(config: object) -> dict[str, str]:
     """The add-on of each option of a config that is of one."""
     return {
         nested_prefix("", each) + name: each.name
-        for each in (fields(config.addons) if hasattr(config, "addons") else ())
+        for each in (fields(vars(config)["addons"]) if hasattr(config, "addons") else ())
         for name in option_names(each.metadata["group"])
     }
 
@@ -305,7 +309,7 @@ def _path_of(name: str, kind: str, shown: str) -> str:
     raise ValueError(f"{shown} is an add-on that is not installed")
 
 
-def _new_addon(addon: Any, others: Mapping[str, Addon]) -> Addon:
+def _new_addon(addon: object, others: Mapping[str, Addon]) -> Addon:
     """What another package's entry point names, if it can be used beside the ``others``.
 
     Raises:
@@ -329,7 +333,7 @@ def _new_addon(addon: Any, others: Mapping[str, Addon]) -> Addon:
 
 
 def _check_options(
-    name: str, options: Any, beside: Mapping[str, Any], bases: tuple[type, ...]
+    name: str, options: object, beside: Mapping[str, Any], bases: tuple[type, ...]
 ) -> None:
     """Refuse another package's options that no command line can have.
 
@@ -343,7 +347,7 @@ def _check_options(
         if not each.metadata:
             raise TypeError(f"its {options.__name__}.{each.name} is no option(...)")
     parse_config(options, [], program=name)
-    own: Any = dataclass(frozen=True)(type("Own", bases, dict(beside)))
+    own: type[Any] = dataclass(frozen=True)(type("Own", bases, dict(beside)))
     names = [f"{name}_{each}" for each in option_names(options)]
     _check_new("option", names, {"the package": option_names(own)})
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import classic, hidden, option
 from dschat_lora.config.parser import EVALUATION, LOGGING, PROCESSES
-from dschat_lora.config.values import LOCAL_HOSTS
-from dschat_lora.config.when import no_effect
+from dschat_lora.config.values import parse_rope_scaling
+from dschat_lora.config.when import base_rate_note
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 Switch = bool | Literal["auto"]
@@ -20,12 +19,6 @@ Scheduler = Literal[
 ]
 # In the description of an adapter that has them: PEFT's rank_pattern and alpha_pattern.
 OWN_SETTINGS = "modules of another rank or alpha"
-# What configurations of models call the number of experts, and of those that a token is sent to.
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-ROPE_TYPES = ("linear", "yarn", "llama3")  # by which a token's position alone decides
-MAX_ROPE_FACTOR = 10_000
-ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
-
 # of an adapter, where none is given
 DEFAULT_RANK = (
     "16 (training/ and --config: 0)\nthe 0 is of the scripts of training/; by default an adapter "
@@ -47,6 +40,7 @@ _RANGES: Mapping[str, Callable[[float], bool]] = {
     # That of a temperature, by which logits are divided in fp32.
     ">= 1e-06 (greedy: --no-do_sample)": lambda number: number >= 1e-6,
     ">= 1e-06, or 0 (greedy)": lambda number: number == 0 or number >= 1e-6,
+    "in (0, 1]": lambda number: 0 < number <= 1,
     "in [0, 1)": lambda number: 0 <= number < 1,
     "in [0, 16]": lambda number: 0 <= number <= 16,
     "in [1, 10]": lambda number: 1 <= number <= 10,
@@ -65,52 +59,9 @@ def require_numbers(config: object, allowed: str, *names: str, prefix: str = "")
         require(passes, prefix + name, value, allowed)
 
 
-def check_address(host: str, port: int, token: str | None, *, example: str) -> None:
-    """Refuse what no server can listen on, and to let others in without a token.
-
-    ``example`` is one, which the refusal names.
-    """
-    require(bool(host), "host", "''", "an address or a name")
-    require(0 <= port < 65536, "port", port, "in [0, 65535]")
-    if token is not None:
-        visible = token.isascii() and token.isprintable() and " " not in token
-        require(bool(token) and visible, "token", "this", "visible ASCII, no spaces")
-    if host not in LOCAL_HOSTS and token is None:
-        raise ValueError(
-            f"--host {host} lets other machines in: give --token {example} too, which requests "
-            "must then carry"
-        )
-
-
 def is_on(switch: Switch) -> bool:
     """Whether a switch is on; ``auto`` is off until it is resolved."""
     return switch is True
-
-
-def parse_rope_scaling(text: str | None) -> dict[str, Any]:
-    """What ``--rope_scaling`` says, empty where it is None.
-
-    Raises:
-        ValueError: unless it is a JSON object with a type and a factor. In other types of
-            transformers the rotation of a token depends on the longest row of its batch.
-    """
-    if text is None:
-        return {}
-    reason = ""
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        found, reason = None, f" ({error})"
-    if isinstance(found, dict):
-        factor: Any = found.get("factor")
-        fits = type(factor) in (int, float) and 1 <= factor <= MAX_ROPE_FACTOR
-        if fits and found.get("rope_type") in ROPE_TYPES:
-            return found
-    raise ValueError(
-        """--rope_scaling must be a JSON object such as '{"rope_type": "yarn", "factor": 4.0}', """
-        f"of rope_type {', '.join(ROPE_TYPES)} and a factor in [1, {MAX_ROPE_FACTOR}], "
-        f"got {text:.200}{reason}"
-    )
 
 
 @dataclass(frozen=True)
@@ -178,10 +129,8 @@ class LoadConfig:
     def __post_init__(self) -> None:
         require(self.compute_fp32_loss, "no-compute_fp32_loss", False, "absent: the loss is fp32")
         if self.compile and self.training_graphs == "on":
-            raise ValueError(
-                "--training_graphs on: --compile makes other operations of the blocks; use auto or "
-                "off"
-            )
+            why = "--compile makes other operations of the blocks; use auto or off"
+            raise ValueError(f"--training_graphs on: {why}")
 
 
 @dataclass(frozen=True)
@@ -206,7 +155,6 @@ class ModelConfig(LoadConfig):
         help="SFT's loss grows by this times the load-balancing loss that the model has for its "
         "experts; 0: without",
     )
-
     rope_scaling: str | None = option(
         None,
         help="JSON object by which rotary position embeddings reach longer rows, in transformers' "
@@ -226,18 +174,12 @@ class ModelConfig(LoadConfig):
         parse_rope_scaling(self.rope_scaling)
 
 
-# A value of --target_modules: linear layers of a composite model beside its text model.
-ALL_BESIDE = "all-beside"
-
-
 @dataclass(frozen=True)
 class LoraConfig:
     section = "LoRA"
 
     lora_dim: int = option(
-        0,
-        help="rank of the adapters; 0 trains every weight",
-        settled=DEFAULT_RANK,
+        0, help="rank of the adapters; 0 trains every weight", settled=DEFAULT_RANK
     )
     lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
     lora_dropout: float = of_adapters(0.0, help="dropout on the adapter's input, in [0, 1)")
@@ -282,10 +224,10 @@ class LoraConfig:
         require_numbers(self, ">= 0", "expert_lora_dim")
         require_numbers(self, "in [0, 1)", "lora_dropout")
         require(bool(self.target_modules), "target_modules", (), "one name or more")
-        parts = self.enable_lora
-        fits = set(parts) <= {"q", "k", "v"} and len(set(parts)) == len(parts)
-        require(fits, "enable_lora", " ".join(parts), "some of q, k and v")
-        object.__setattr__(self, "enable_lora", tuple(part for part in "qkv" if part in parts))
+        parts = tuple(part for part in "qkv" if part in self.enable_lora)
+        fits = sorted(parts) == sorted(self.enable_lora)
+        require(fits, "enable_lora", " ".join(self.enable_lora), "some of q, k and v")
+        object.__setattr__(self, "enable_lora", parts)
 
     def described(self) -> str:
         """Rank, scale and parts of the factors, in a few words."""
@@ -331,9 +273,9 @@ class BatchConfig:
     gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
 
     def __post_init__(self) -> None:
-        require_numbers(self, ">= 1", "per_device_train_batch_size")
+        rows = ("per_device_train_batch_size", "per_device_eval_batch_size")
+        require_numbers(self, ">= 1", *rows, "gradient_accumulation_steps")
         require_numbers(self, ">= 0", "tokens_per_device")
-        require_numbers(self, ">= 1", "per_device_eval_batch_size", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -369,19 +311,6 @@ class ScheduleConfig:
         require_numbers(self, "in [0, 1)", "adam_beta1", "adam_beta2")
         lengths = ("num_warmup_steps", "num_train_epochs", "max_steps")
         require_numbers(self, ">= 0", "max_grad_norm", *lengths)
-
-
-def base_rate_note(value: Callable[[str], Any]) -> str:
-    """A message where ``--learning_rate`` is of base weights, and adapters alone train."""
-    rates = ("learning_rate", "lora_learning_rate", "default_lora_learning_rate")
-    rate, own, default = map(value, rates)
-    if not (value("lora_dim") and value("only_optimize_lora")) or own == rate:
-        return ""
-    # Otherwise the adapters' rate comes from it.
-    if own is None and (rate == "auto" or value("lora_lr_multiplier") or default is None):
-        return ""
-    why = f": adapters alone train, at --lora_learning_rate {own or default:g}"
-    return no_effect("learning_rate", why)
 
 
 @dataclass(frozen=True)
@@ -428,8 +357,7 @@ class OptimConfig(ScheduleConfig):
         super().__post_init__()
         require_numbers(self, "> 0", "learning_rate", "lora_learning_rate", "lora_lr_multiplier")
         require_numbers(self, "> 0", "expert_learning_rate")
-        decay = self.layerwise_lr_decay
-        require(0 < decay <= 1, "layerwise_lr_decay", decay, "in (0, 1]")
+        require_numbers(self, "in (0, 1]", "layerwise_lr_decay")
         require_numbers(self, ">= 0", "weight_decay", "early_stopping_patience")
         if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
             raise ValueError(
@@ -499,11 +427,9 @@ class ParallelConfig:
 
     def share_words(self, processes: int) -> str:
         """The number of shares as a factor in a message."""
-        names = ("tensor_parallel_size", "context_parallel_size")
-        sizes = {name: getattr(self, name) for name in names}
-        return f"{processes} processes" + "".join(
-            f" / --{name} {size}" for name, size in sizes.items() if size > 1
-        )
+        sizes = {"tensor": self.tensor_parallel_size, "context": self.context_parallel_size}
+        over = [f" / --{kind}_parallel_size {n}" for kind, n in sizes.items() if n > 1]
+        return f"{processes} processes{''.join(over)}"
 
 
 @dataclass(frozen=True)
@@ -557,8 +483,7 @@ class RunConfig:
         section=PROCESSES,
     )
     dry_run: bool = option(
-        False,
-        help="check everything but the weights, say what the run would do, and stop",
+        False, help="check everything but the weights, say what the run would do, and stop"
     )
     verbose: bool = option(False, help="with --dry_run: list all options", when="dry_run")
 

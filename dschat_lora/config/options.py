@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ValueT = TypeVar("ValueT")
+OptionField = tuple[dataclasses.Field[object], object]  # and its annotation
 # When an option has an effect: a condition, or a function of values by name that gives the message
 # where it has none, as :func:`dschat_lora.config.when.no_effect` makes it, and else nothing.
 When = str | Callable[[Callable[[str], Any]], str]
@@ -175,7 +176,7 @@ def parse_config(
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
-    fields = dict(option_fields(config_class))
+    fields, aliases = option_fields(config_class), option_aliases(config_class)
     parser = Parser(program or Path(sys.argv[0]).name, description, examples)
     sections = {name: field.metadata["section"] for name, (field, _) in fields.items()}
     everyday = getattr(config_class, "everyday", None)
@@ -184,7 +185,7 @@ def parse_config(
         parser.everyday = {*known[:MOST], "h", "config"}
     for title, names in by_section(sections, everyday or ()).items():
         for name in names:
-            also = [old for old, new in option_aliases(config_class).items() if new == name]
+            also = [old for old, new in aliases.items() if new == name]
             parser.add_option(title, [name, *also], *fields[name])
     about = "YAML file of options, or the name of a recipe"
     parser.add_argument("--config", action="once", metavar="FILE", help=about)
@@ -197,7 +198,7 @@ def parse_config(
         vars(namespace).update(taken)
     if unknown:
         switches = [f"no-{name}" for name, (_, kind) in fields.items() if is_switch(kind)]
-        known = [*fields, *option_aliases(config_class), "config", *switches]
+        known = [*fields, *aliases, "config", *switches]
         first = next((word for word in unknown if word.startswith("-")), unknown[0])
         raise ValueError(unknown_option(first, known))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
@@ -214,7 +215,7 @@ def parse_config(
 def _by_position(
     words: Sequence[str],
     positionals: Sequence[str],
-    fields: Mapping[str, tuple[dataclasses.Field[object], object]],
+    fields: Mapping[str, OptionField],
     given: Collection[str],
 ) -> tuple[dict[str, object], list[str]]:
     """Values by option of words that belong to none, and the words that are left over."""
@@ -226,10 +227,10 @@ def _by_position(
         kind, choices, many = value_shape(fields[name][1])
         taken, left = (left, []) if many else (left[:1], left[1:])
         try:
-            found = [converter(kind, choices)(word) for word in taken]
+            converted = [converter(kind, choices)(word) for word in taken]
         except ArgumentTypeError as error:
             raise ValueError(f"--{name} {error}") from error
-        values[name] = found if many else found[0]
+        values[name] = converted if many else converted[0]
     return values, left
 
 
@@ -288,10 +289,10 @@ def options_of(
     Raises:
         ValueError: at the first that is unknown or of another kind. ``label`` begins the message.
     """
-    fields, spellings = dict(option_fields(config_class)), option_aliases(config_class)
+    fields, aliases = option_fields(config_class), option_aliases(config_class)
     values = {}
     for given, value in content.items():
-        name = spellings.get(given, given)
+        name = aliases.get(given, given)
         if name not in fields:
             from dschat_lora.config.other_names import GONE, dotted_name
 
@@ -318,8 +319,8 @@ def options_in_python(
         TypeError: at a name that is no option's.
         ValueError: at a value that is not allowed. Both messages are the command line's.
     """
-    fields, aliases = dict(option_fields(config_class)), option_aliases(config_class)
-    found = {}
+    fields, aliases = option_fields(config_class), option_aliases(config_class)
+    converted = {}
     for given, value in values.items():
         name = aliases.get(given, given)
         if name not in fields:
@@ -342,20 +343,20 @@ def options_in_python(
             value = os.fspath(value)
         elif isinstance(value, tuple | list) and many:
             value = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in value]
-        found[name] = from_yaml(
-            f"--{name}:", value, annotation, hint=field.metadata.get("hint", "")
-        )
-    return found
+        hint = field.metadata.get("hint", "")
+        converted[name] = from_yaml(f"--{name}:", value, annotation, hint=hint)
+    return converted
 
 
 def option_names(config_class: "type[DataclassInstance]") -> list[str]:
     """Every option of the class."""
-    return [name for name, _ in option_fields(config_class)]
+    return [*option_fields(config_class)]
 
 
 def options_that_run(config_class: "type[DataclassInstance]", *kinds: str) -> list[str]:
     """Options of the class that say so of themselves; see :func:`option`."""
-    return [n for n, (field, _) in option_fields(config_class) if field.metadata["runs"] in kinds]
+    fields = option_fields(config_class)
+    return [name for name, (field, _) in fields.items() if field.metadata["runs"] in kinds]
 
 
 def option_aliases(config_class: type) -> Mapping[str, str]:
@@ -409,23 +410,28 @@ def flatten(config: "DataclassInstance", prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def option_fields(
-    config_class: "type[DataclassInstance]",
-    prefix: str = "",
-    defaults: Mapping[str, object] = types.MappingProxyType({}),
-    section: str = "",
-    when: tuple[When, ...] = (),
-) -> Iterator[tuple[str, tuple[dataclasses.Field[object], object]]]:
-    """(name, (field as in this stage, annotation)) of every option.
+@functools.cache
+def option_fields(config_class: "type[DataclassInstance]") -> Mapping[str, OptionField]:
+    """Field and annotation of every option by its name, as they are in this stage.
 
     Its default and section are the stage's, ``when`` its own condition after those of its groups.
     """
+    return types.MappingProxyType(dict(_fields_of_group(config_class, "", {}, "", ())))
+
+
+def _fields_of_group(
+    config_class: "type[DataclassInstance]",
+    prefix: str,
+    defaults: Mapping[str, object],
+    section: str,
+    when: tuple[When, ...],
+) -> Iterator[tuple[str, OptionField]]:
     annotations = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if nested := field.metadata.get("group"):
             inner, within = nested_prefix(prefix, field), field.metadata["in"] or section
-            conditions = (*when, field.metadata["when"])
-            yield from option_fields(nested, inner, field.metadata["defaults"], within, conditions)
+            conditions, own_defaults = (*when, field.metadata["when"]), field.metadata["defaults"]
+            yield from _fields_of_group(nested, inner, own_defaults, within, conditions)
         elif _is_option(field):
             own = copy.copy(field)
             about, settled = field.metadata["help"], field.metadata["settled"]

@@ -9,13 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dschat_lora.config.values import (
-    converter,
-    is_switch,
-    number_words,
-    switch_words,
-    value_shape,
-)
+from dschat_lora.config.values import converter, is_switch, number_words, switch_words, value_shape
 
 # Titles that several groups of options use.
 EVALUATION, LOGGING = "evaluation", "logging"

@@ -7,19 +7,19 @@ import types
 import typing
 from collections.abc import Callable
 
+from dschat_lora.config.files import parse_json
+
 Scalar = int | float | str
 # Sizes of numbers that are well within fp32: models are computed in it, or in less.
 SIZES = (1e-30, 1e30)
-# Names of this machine that only itself can reach.
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+# A value of --target_modules: linear layers of a composite model beside its text model.
+ALL_BESIDE = "all-beside"
+ROPE_TYPES = ("linear", "yarn", "llama3")  # by which a token's position alone decides
+MAX_ROPE_FACTOR = 10_000
 
 
 def converter(
-    kind: type,
-    choices: tuple[Scalar, ...] = (),
-    *,
-    words: tuple[str, ...] = (),
-    hint: str = "",
+    kind: type, choices: tuple[Scalar, ...] = (), *, words: tuple[str, ...] = (), hint: str = ""
 ) -> Callable[[str], Scalar]:
     """The conversion of one argument; its error names what is allowed, and ends with ``hint``.
 
@@ -122,3 +122,29 @@ def from_yaml(label: str, value: object, annotation: object, *, hint: str = "") 
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{label} {error}") from error
     return converted if many else converted[0]
+
+
+def parse_rope_scaling(text: str | None) -> dict[str, object]:
+    """What ``--rope_scaling`` says, empty where it is None.
+
+    Raises:
+        ValueError: unless it is a JSON object with a type and a factor. In other types of
+            transformers the rotation of a token depends on the longest row of its batch.
+    """
+    if text is None:
+        return {}
+    reason = ""
+    try:
+        fields = parse_json(text)
+    except ValueError as error:
+        fields, reason = None, f" ({error})"
+    if isinstance(fields, dict):
+        factor = fields.get("factor", 0)
+        fits = type(factor) in (int, float) and 1 <= factor <= MAX_ROPE_FACTOR
+        if fits and fields.get("rope_type") in ROPE_TYPES:
+            return fields
+    raise ValueError(
+        """--rope_scaling must be a JSON object such as '{"rope_type": "yarn", "factor": 4.0}', """
+        f"of rope_type {', '.join(ROPE_TYPES)} and a factor in [1, {MAX_ROPE_FACTOR}], "
+        f"got {text:.200}{reason}"
+    )

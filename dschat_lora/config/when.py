@@ -2,8 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.options import (
     ELSEWHERE,
@@ -15,6 +15,11 @@ from dschat_lora.config.options import (
     option_fields,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from dschat_lora.config.options import StageOptions
+
 _AT_NO_TIME = {NEVER: " here: see --help", ELSEWHERE: " in this stage"}
 _OFF = (None, False, 0, "", (), "none")
 _TERM = re.compile(r"(not )?(\w+)(?:([=>])(\S+))?")
@@ -25,12 +30,25 @@ def no_effect(option: str, why: str) -> str:
     return f"--{option} has no effect{why}"
 
 
-def without_effect(config: Any) -> list[str]:
+def base_rate_note(value: Callable[[str], Any]) -> str:
+    """A message where ``--learning_rate`` is of base weights, and adapters alone train."""
+    rates = ("learning_rate", "lora_learning_rate", "default_lora_learning_rate")
+    rate, own, default = map(value, rates)
+    if not (value("lora_dim") and value("only_optimize_lora")) or own == rate:
+        return ""
+    # Otherwise the adapters' rate comes from it.
+    if own is None and (rate == "auto" or value("lora_lr_multiplier") or default is None):
+        return ""
+    why = f": adapters alone train, at --lora_learning_rate {own or default:g}"
+    return no_effect("learning_rate", why)
+
+
+def without_effect(config: "StageOptions") -> list[str]:
     """A message for each option that was given and changes nothing, as its ``when`` says.
 
     One that is off, as by default, is passed over.
     """
-    values, options = flatten(config), dict(option_fields(type(config)))
+    values, options = flatten(config), option_fields(type(config))
 
     def is_off(name: str) -> bool:  # an empty list is not: a check may have emptied it
         return values[name] in _OFF and options[name][0].default in _OFF
@@ -38,7 +56,7 @@ def without_effect(config: Any) -> list[str]:
     return [m for name, m in messages(config) if m and name in config.given and not is_off(name)]
 
 
-def messages(config: Any) -> Iterator[tuple[str, str]]:
+def messages(config: "DataclassInstance") -> Iterator[tuple[str, str]]:
     """(name, message) of every option that has conditions, empty where they hold.
 
     Conditions of the stage, its ``when``, take the place of those of groups and options.
@@ -53,16 +71,16 @@ def messages(config: Any) -> Iterator[tuple[str, str]]:
         if name in values.also_when:
             more = values.also_when[name]
             conditions = [f"{e} or {more}" if e and isinstance(e, str) else e for e in conditions]
-        found = [values.message(name, c, field.metadata["prefix"]) for c in conditions if c]
-        if found:
-            yield name, next(filter(None, found), "")
+        said = [values.message(name, c, field.metadata["prefix"]) for c in conditions if c]
+        if said:
+            yield name, next(filter(None, said), "")
 
 
 class _Values:
     """The values of a config by name, those of its groups' other fields and properties too."""
 
-    def __init__(self, config: Any) -> None:
-        self.options = dict(option_fields(type(config)))
+    def __init__(self, config: "DataclassInstance") -> None:
+        self.options = option_fields(type(config))
         self._groups = list(_groups(config))
         self.also_when: dict[str, str] = {}  # of options of others, by a group that uses them
         for _, each in self._groups:
@@ -87,9 +105,9 @@ class _Values:
         negated, name, sign, bound = match.groups()
         option, value = self._find(name, prefix)
 
-        def holds(value: Any) -> bool:
+        def holds(value: object) -> bool:
             if sign == ">":
-                return bool(value > float(bound))
+                return isinstance(value, int | float) and value > float(bound)
             is_so = value in bound.split(",") if sign else value not in _OFF
             return bool(is_so != bool(negated))
 
@@ -115,7 +133,7 @@ class _Values:
         raise LookupError(f"no option, field or property is called {name}")
 
 
-def _groups(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _groups(config: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(prefix of its options, group) of a config itself and of every group in it."""
     yield prefix, config
     for field in dataclasses.fields(config):

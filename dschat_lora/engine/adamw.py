@@ -36,7 +36,11 @@ class SteppedAdamW(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
                 continue
-            states = [self._state(p) for p in parameters]
+            states = [self.state[p] for p in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                if not state:
+                    zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    state.update(step=torch.tensor(0.0), **zeros)
             gradients = [p.grad for p in parameters]
             if self.grad_scale is not None:
                 gradients = [g / self.grad_scale for g in gradients]
@@ -53,11 +57,3 @@ class SteppedAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )
-
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state

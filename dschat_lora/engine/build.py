@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
@@ -103,7 +102,7 @@ class TrainEngine(Generic[NetworkT]):
         return self._engine.module
 
     @property
-    def deepspeed(self) -> Any:
+    def deepspeed(self) -> deepspeed.DeepSpeedEngine:
         """DeepSpeed's engine, which :func:`destroy_engines` takes."""
         return self._engine
 
@@ -238,7 +237,10 @@ class TrainEngine(Generic[NetworkT]):
         skipped = bool(self.optimizer.overflow)
         norm = math.inf if skipped else float(self._engine.get_global_grad_norm())
         if self.zero_stage == 3:
-            _forget_gradients(self.optimizer)
+            # deepspeed 0.19 copies into the gradient shards only in a window's first backward and
+            # adds in later ones: a parameter unused in the first would otherwise meet the previous
+            # window's gradient.
+            self.optimizer.grad_partitions_flat_buffer.zero_()
         return lambda: StepOutcome(norm, skipped, scale)
 
     def _attach_scaler(self) -> LossScalerBase | None:
@@ -337,12 +339,3 @@ def _buckets(parameters: Iterable[nn.Parameter], size: int) -> Iterator[list[nn.
         bucket.append(parameter)
         filled += parameter.numel()
     yield bucket
-
-
-def _forget_gradients(optimizer: ZeROOptimizer) -> None:
-    """Clear ZeRO 3's gradient shards after a step.
-
-    deepspeed 0.19 copies into them only in a window's first backward and adds in later ones: a
-    parameter unused in the first would otherwise meet the previous window's gradient.
-    """
-    optimizer.grad_partitions_flat_buffer.zero_()

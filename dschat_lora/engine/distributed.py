@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -69,8 +69,8 @@ class Grid:
     """
 
     tensor_size: int  # processes of a row
-    tensor_group: Any  # this process's row
-    data_group: Any  # this process's column
+    tensor_group: dist.ProcessGroup  # this process's row
+    data_group: dist.ProcessGroup  # this process's column
 
     def get_model_parallel_rank(self) -> int:
         return rank() % self.tensor_size
@@ -78,7 +78,7 @@ class Grid:
     def get_model_parallel_world_size(self) -> int:
         return self.tensor_size
 
-    def get_model_parallel_group(self) -> Any:
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self.tensor_group
 
     def get_data_parallel_rank(self) -> int:
@@ -87,7 +87,7 @@ class Grid:
     def get_data_parallel_world_size(self) -> int:
         return world_size() // self.tensor_size
 
-    def get_data_parallel_group(self) -> Any:
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self.data_group
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
@@ -125,7 +125,7 @@ def form_grid(tensor_size: int) -> Grid | None:
     return _grid
 
 
-_context: Any = None
+_context: dist.ProcessGroup | None = None
 
 
 def form_context(size: int) -> None:
@@ -147,7 +147,7 @@ def form_context(size: int) -> None:
         _context = made[rank() // size]
 
 
-def context() -> Any:
+def context() -> dist.ProcessGroup | None:
     """The processes that divide rows among them, this one too; None where each has whole rows."""
     return _context
 
@@ -172,7 +172,7 @@ def data_world_size() -> int:
     return world_size() if _grid is None else _grid.get_data_parallel_world_size()
 
 
-def data_group() -> Any:
+def data_group() -> dist.ProcessGroup | None:
     """Processes that hold the same weights and see other data."""
     return dist.group.WORLD if _grid is None else _grid.data_group
 
@@ -252,7 +252,7 @@ def choose_attention_kernels() -> None:
 ResultT = TypeVar("ResultT")
 
 
-def _collective_device(group: Any = None) -> torch.device:
+def _collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Where the tensors of a collective of a process group lie."""
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device()
 
@@ -340,8 +340,8 @@ def first_of_model(value: ResultT) -> ResultT:
     """
     if _grid is None:
         return value
-    found: ResultT = json.loads(gather_texts(json.dumps(value))[rank() - tensor_rank()])
-    return found
+    first: ResultT = json.loads(gather_texts(json.dumps(value))[rank() - tensor_rank()])
+    return first
 
 
 def _broadcast_text(text: str, source: int) -> str:
@@ -349,7 +349,7 @@ def _broadcast_text(text: str, source: int) -> str:
     return broadcast_bytes(text.encode(), source).decode()
 
 
-def broadcast_bytes(content: bytes, source: int, group: Any = None) -> bytes:
+def broadcast_bytes(content: bytes, source: int, group: dist.ProcessGroup | None = None) -> bytes:
     """Those of the rank ``source``; call on every rank of the group. Nobody unpickles a peer's."""
     place = _collective_device(group)
     size = torch.tensor([len(content)], device=place)
@@ -371,7 +371,7 @@ def local_rank_first(function: Callable[[], ResultT]) -> ResultT:
     """
     if local_rank() == 0:
         return _run_and_share_exit(function)
-    _wait_for_exit_code()
+    _end_if_any_failed()
     return function()
 
 
@@ -382,7 +382,7 @@ def on_rank_zero(function: Callable[[], ResultT]) -> ResultT | None:
     """
     if rank() == 0:
         return _run_and_share_exit(function)
-    _wait_for_exit_code()
+    _end_if_any_failed()
     return None
 
 
@@ -438,21 +438,16 @@ def check_same(find: Callable[[], Mapping[str, str]], *, remedy: str) -> None:
 
 
 def _run_and_share_exit(function: Callable[[], ResultT]) -> ResultT:
-    """Call; :func:`_wait_for_exit_code` elsewhere learns the exit code, 0 if it worked."""
-    code = 2
+    """Call; others learn the exit code by :func:`_end_if_any_failed`."""
     try:
         result = function()
-        code = 0
-    except OSError:
-        code = 1
+    except BaseException as error:
+        max_over_ranks(1.0 if isinstance(error, OSError) else 2.0)
         raise
-    finally:
-        worst = max_over_ranks(float(code))
-    if worst:
-        raise SystemExit(int(worst))
+    _end_if_any_failed()
     return result
 
 
-def _wait_for_exit_code() -> None:
+def _end_if_any_failed() -> None:
     if code := int(max_over_ranks(0.0)):
         raise SystemExit(code)

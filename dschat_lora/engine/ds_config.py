@@ -135,7 +135,13 @@ def reconcile(
         "offload": parallel.offload,
     }
     if batch.tokens_per_device:
-        _refuse_rows(path, content, batch.tokens_per_device)
+        for field in ("train_micro_batch_size_per_gpu", "train_batch_size"):
+            if (stated := content.get(field, AUTO)) != AUTO:
+                raise ValueError(
+                    f"--deepspeed_config {path} sets {field} to {stated}, a number of rows, but "
+                    f"--tokens_per_device {batch.tokens_per_device} counts tokens; write "
+                    f'"{AUTO}" in the file'
+                )
         values["per_device_train_batch_size"] = 1  # as DeepSpeed wants some number of rows
     for field, name, stated in _stated_options(content):
         if name in given and values[name] != stated:
@@ -144,13 +150,19 @@ def reconcile(
                 f'{values[name]!r}; drop one of them, or write "{AUTO}" in the file'
             )
         values[name] = stated
-    _refuse_foreign_optimizer(path, content)
-    _refuse_foreign_groups(path, content, parallel)
+    _refuse_foreign(path, content, parallel)
     model = replace(model, dtype=values["dtype"])
     sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
     batch = replace(batch, **{name: values[name] for name in sizes})
     optim = replace(optim, max_grad_norm=values["max_grad_norm"])
-    _check_total_batch(path, content, batch, parallel, world_size)
+    micro, steps = (values[name] for name in sizes)
+    total = micro * steps * parallel.shares(world_size)
+    if (stated := content.get("train_batch_size", AUTO)) not in (AUTO, total):
+        raise ValueError(
+            f"--deepspeed_config {path} sets train_batch_size to {stated}, but "
+            f"--per_device_train_batch_size {micro} x --gradient_accumulation_steps {steps} x "
+            f"{parallel.share_words(world_size)} is {total}"
+        )
     if values["offload"] and not values["zero_stage"]:
         raise ValueError("--offload needs --zero_stage 1, 2 or 3: ZeRO 0 shards nothing to offload")
     parallel = replace(parallel, zero_stage=values["zero_stage"] or 0, offload=values["offload"])
@@ -268,7 +280,8 @@ def _lookup(content: Mapping[str, object], dotted: str) -> object:
     return value
 
 
-def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> None:
+def _refuse_foreign(path: str | None, content: Mapping[str, Any], parallel: ParallelConfig) -> None:
+    """Refuse what the command line owns, DeepSpeed's own model parallelism, and crossing groups."""
     for section in ("optimizer", "scheduler"):
         parameters = content.get(section, {}).get("params", {})
         fixed = sorted(key for key, value in parameters.items() if value != AUTO)
@@ -277,12 +290,6 @@ def _refuse_foreign_optimizer(path: str | None, content: Mapping[str, Any]) -> N
                 f"--deepspeed_config {path} sets {section}.params {fixed}, which the command line "
                 f'owns (--learning_rate, --lr_scheduler_type, ...); remove "{section}" there'
             )
-
-
-def _refuse_foreign_groups(
-    path: str | None, content: Mapping[str, Any], parallel: ParallelConfig
-) -> None:
-    """Refuse DeepSpeed's own model parallelism, and groups that cross tensor-parallel ones."""
     for name in _FOREIGN:
         if name in content:
             raise ValueError(
@@ -296,33 +303,6 @@ def _refuse_foreign_groups(
         raise ValueError(
             f"--deepspeed_config {path} sets zero_optimization.{crossing[0]}, whose groups of "
             f"processes cross those of --tensor_parallel_size {size}; drop one"
-        )
-
-
-def _refuse_rows(path: str | None, content: Mapping[str, Any], tokens: int) -> None:
-    for field in ("train_micro_batch_size_per_gpu", "train_batch_size"):
-        if (stated := content.get(field, AUTO)) != AUTO:
-            raise ValueError(
-                f"--deepspeed_config {path} sets {field} to {stated}, a number of rows, but "
-                f'--tokens_per_device {tokens} counts tokens; write "{AUTO}" in the file'
-            )
-
-
-def _check_total_batch(
-    path: str | None,
-    content: Mapping[str, Any],
-    batch: BatchConfig,
-    parallel: ParallelConfig,
-    world_size: int,
-) -> None:
-    stated = content.get("train_batch_size", AUTO)
-    micro, steps = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
-    total = micro * steps * parallel.shares(world_size)
-    if stated not in (AUTO, total):
-        raise ValueError(
-            f"--deepspeed_config {path} sets train_batch_size to {stated}, but "
-            f"--per_device_train_batch_size {micro} x --gradient_accumulation_steps {steps} x "
-            f"{parallel.share_words(world_size)} is {total}"
         )
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,26 +29,18 @@ _GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What a process said before it ended: None where another one has said it."""
-
-    words: str | None
-    code: int
-
-
-@dataclass(frozen=True)
 class RunEnd:
-    """Why the run ends.
+    """Why the run, or one of its processes, ends.
 
     Attributes:
-        words: for the person.
-        code: exit code of every process.
+        words: for the person; None where another process has said it.
+        code: exit code.
         everywhere: whether it is said on every host, and not by rank 0 alone.
     """
 
     words: str | None
     code: int
-    everywhere: bool
+    everywhere: bool = False
 
 
 class FailureDetector:
@@ -75,7 +67,7 @@ class FailureDetector:
         self._ready: set[int] = set()
         self._go = threading.Event()
         self._left: set[int] = set()
-        self._failures: dict[int, Failure] = {}
+        self._failures: dict[int, RunEnd] = {}
         self._lost: dict[int, str] = {}
         self._noticed: float | None = None  # when the first failure or loss was
         self._outcome: RunEnd | None = None
@@ -89,10 +81,7 @@ class FailureDetector:
     def wait_until_all_are_ready(self) -> None:
         """Return once every process has called this; one that fails instead ends all."""
         self._go.clear()
-        if self.rank == 0:
-            self._handle(0, {"ready": True})
-        else:
-            self._connections[0].send({"ready": True})
+        self._tell_rank_zero({"ready": True})
         self._go.wait()
 
     def fail(self, words: str | None, code: int) -> bool:
@@ -102,15 +91,19 @@ class FailureDetector:
             words: why, in one line; None where another process knows.
             code: its exit code.
         """
+        with self._lock:
+            said = self._said
+            self._said = said or (self.rank == 0 and words is not None)
+        self._tell_rank_zero({"failed": words, "code": code})
+        # Until everybody knows; rank 0 leaves last, for it is the one that speaks.
+        self._closing.wait(_GRACE_SECONDS)
+        return said if self.rank == 0 else 0 not in self._lost
+
+    def _tell_rank_zero(self, message: dict[str, Any]) -> None:
         if self.rank == 0:
-            with self._lock:
-                said, self._said = self._said, self._said or words is not None
-            self._handle(0, {"failed": words, "code": code})
-            self._wait_until_closing()
-            return said
-        self._connections[0].send({"failed": words, "code": code})
-        self._wait_until_closing()
-        return 0 not in self._lost
+            self._handle(0, message)
+        else:
+            self._connections[0].send(message)
 
     def wait_for_lost_peer(self, error: BaseException) -> None:
         """Give the thread time to find that ``error`` is but the consequence of a lost peer.
@@ -145,12 +138,6 @@ class FailureDetector:
         self._closing.set()
         self._thread.join()
 
-    def _wait_until_closing(self) -> None:
-        """Until everybody knows; rank 0 leaves last, for it is the one that speaks."""
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while not self._closing.is_set() and time.monotonic() < deadline:
-            time.sleep(0.02)
-
     # ------------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
@@ -175,7 +162,6 @@ class FailureDetector:
                 if now - last_beat > self._interval():
                     self._broadcast({"beat": self._longest_silence() if self.rank == 0 else 0.0})
                     last_beat = now
-                self._check_timeouts(now)
                 self._decide(now)
         for connection in self._connections.values():
             connection.close()
@@ -200,7 +186,7 @@ class FailureDetector:
             elif "left" in message:
                 self._left.add(rank)
             elif "failed" in message:
-                self._failures[rank] = Failure(message["failed"], int(message["code"]))
+                self._failures[rank] = RunEnd(message["failed"], int(message["code"]))
             elif "end" in message:
                 self._outcome = RunEnd(**message["end"])
             elif "gone" in message and rank not in self._left | self._failures.keys():
@@ -208,98 +194,80 @@ class FailureDetector:
             if self._noticed is None and (self._failures or self._lost or self._outcome):
                 self._noticed = time.monotonic()
 
-    def _check_timeouts(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
+        """End the run, once what happened is known."""
         # Rank 0 decides first, if it can.
         limit = self.timeout + (0 if self.rank == 0 else 2 * self._interval())
         for rank, heard in self._last_heard.items():
             if rank not in self._left and now - heard > limit:
+                silent = f"not heard of for {self.timeout:g} s: stopped, or the network is cut"
                 with self._lock:
-                    silent = f"not heard of for {self.timeout:g} s: stopped, or the network is cut"
                     self._lost.setdefault(rank, silent)
                     self._noticed = self._noticed or now
-
-    def _decide(self, now: float) -> None:
-        """End the run, once what happened is known."""
         if self._noticed is None:
             return
         waited = now - self._noticed
         if self._outcome is None and self._lost and waited > _GATHER_SECONDS:
             self._outcome = RunEnd(self._loss_message(), 1, everywhere=True)
         if self._outcome is None and self._failures and self.rank == 0:
-            own = self._failures.get(0)
-            # Rank 0 speaks for itself, and its line is the better one where all fail alike.
-            if own is None or own.words is None:
-                if waited < _GRACE_SECONDS / 3 and not self._all_have_ended():
-                    return
-                self._outcome = self._outcome_of_failures()
-            else:
-                self._outcome = RunEnd(own.words, own.code, everywhere=False)
+            self._outcome = self._outcome_of_failures(waited)
         if self._outcome is not None:
-            self._end(self._outcome, now)
+            self._end(self._outcome)
 
-    def _all_have_ended(self) -> bool:
-        ended = self._failures.keys() | self._left | self._lost.keys()
-        return len(ended) == len(self.members) and any(f.words for f in self._failures.values())
-
-    def _outcome_of_failures(self) -> RunEnd:
-        first = min(self._failures, key=lambda r: (self._failures[r].words is None, r))
-        failure = self._failures[first]
-        words = failure.words and f"{self.name_of(first)}: error: {failure.words}"
-        return RunEnd(words, failure.code or 1, everywhere=False)
+    def _outcome_of_failures(self, waited: float) -> RunEnd | None:
+        """What rank 0 tells of them; None where a better line may still come."""
+        failures = self._failures
+        # Rank 0 speaks for itself, and its line is the better one where all fail alike.
+        if 0 in failures and failures[0].words is not None:
+            return failures[0]
+        ended = failures.keys() | self._left | self._lost.keys()
+        all_said = len(ended) == len(self.members) and any(f.words for f in failures.values())
+        if waited < _GRACE_SECONDS / 3 and not all_said:
+            return None
+        first = min(failures, key=lambda r: (failures[r].words is None, r))
+        words = failures[first].words
+        words = words and f"{self.name_of(first)}: error: {words}"
+        return RunEnd(words, failures[first].code or 1)
 
     def _loss_message(self) -> str:
-        by_reason: dict[str, list[int]] = {}
+        by_reason: dict[str, list[str]] = {}
         for rank, reason in sorted(self._lost.items()):
-            by_reason.setdefault(reason, []).append(rank)
+            by_reason.setdefault(reason, []).append(self.name_of(rank))
         return "; ".join(
-            f"{_join(map(self.name_of, ranks))} "
-            f"{'is' if len(ranks) == 1 else 'are'} gone ({reason})"
-            for reason, ranks in by_reason.items()
+            f"{' and '.join(filter(None, (', '.join(names[:-1]), names[-1])))} "
+            f"{'is' if len(names) == 1 else 'are'} gone ({reason})"
+            for reason, names in by_reason.items()
         )
 
-    def _end(self, outcome: RunEnd, now: float) -> None:
+    def _end(self, outcome: RunEnd) -> None:
         """Tell the others and the person, and end this process unless it ends by itself."""
         if self.rank == 0:
             self._broadcast({"end": vars(outcome)})
-        if self._prints_reason(outcome):
-            self._print_reason(outcome)
-            self._kill_stopped_processes()
-        deadline = now + (0 if outcome.everywhere else _GRACE_SECONDS)
+        host = self.members[self.rank].host
+        here = [m for m in self.members if m.host == host]
+        speaker = min(m.rank for m in here if m.rank not in self._lost) if outcome.everywhere else 0
+        if outcome.words is not None and not self._said and self.rank == speaker:
+            self._print_reason(outcome.words, everywhere=outcome.everywhere)
+            for member in here:  # that are stopped: nobody else would end them
+                if member.rank in self._lost.keys() & self._connections.keys():
+                    with suppress(OSError):
+                        os.kill(member.pid, signal.SIGKILL)
         self._closing.set()
-        while time.monotonic() < deadline:
-            time.sleep(0.02)
+        if not outcome.everywhere:
+            time.sleep(_GRACE_SECONDS)
         os._exit(outcome.code)
 
-    def _print_reason(self, outcome: RunEnd) -> None:
+    def _print_reason(self, words: str, *, everywhere: bool) -> None:
         """Tell the person why the run ends and, where a process was lost, how to go on."""
-        remedy, words = "", outcome.words or ""
+        remedy = ""
         if self.recovery_message is not None:
             with suppress(Exception):  # it reads and writes files, perhaps of a lost disk
-                remedy = self.recovery_message(outcome.words)
-        if outcome.everywhere:
+                remedy = self.recovery_message(words)
+        if everywhere:
             words = f"error: {words}{remedy and '; '}{remedy}"
         self._said = True
         with suppress(OSError):
             os.write(2, f"{words}\n".encode())
-
-    def _prints_reason(self, outcome: RunEnd) -> bool:
-        """Whether this process is the one of its host that says why the run ends."""
-        if outcome.words is None or self._said:
-            return False
-        if not outcome.everywhere:
-            return self.rank == 0
-        host = self.members[self.rank].host
-        here = [m.rank for m in self.members if m.host == host and m.rank not in self._lost]
-        return self.rank == min(here)
-
-    def _kill_stopped_processes(self) -> None:
-        """End processes of this host that are stopped: nobody else would."""
-        me = self.members[self.rank]
-        for rank in self._lost:
-            member = self.members[rank]
-            if member.host == me.host and rank in self._connections:
-                with suppress(OSError):
-                    os.kill(member.pid, signal.SIGKILL)
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for rank, connection in self._connections.items():
@@ -411,9 +379,3 @@ def _at_exit() -> None:
         if error is not None:
             _detector.fail(f"{type(error).__name__}: {error}", 1)
         leave()
-
-
-def _join(words: Iterable[str]) -> str:
-    """``a, b and c``."""
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last

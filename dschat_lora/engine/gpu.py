@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -54,8 +55,8 @@ def usable(device: torch.device) -> torch.device:
     Raises:
         ValueError: if it cannot compute, or is a CPU beside a GPU that torch cannot use.
     """
-    if (found := problem(device)) is not None:
-        raise ValueError("; ".join(found))
+    if (reason_and_remedy := problem(device)) is not None:
+        raise ValueError("; ".join(reason_and_remedy))
     return device
 
 
@@ -72,38 +73,47 @@ def _unseen_gpu() -> tuple[str, str] | None:
     if "DS_ACCELERATOR" in os.environ or hides_gpus() or torch.cuda.is_available():
         return None
     cards, files = shown_cards(), list((ROOT / "dev").glob("nvidia[0-9]*"))
-    driver = cards[0][0] if cards else _loaded_driver()
+    versions = [version for version, _ in cards]
+    with suppress(OSError):  # of the driver in the kernel, which containers see, too
+        text = (ROOT / "proc/driver/nvidia/version").read_text(encoding="utf-8")
+        versions += [match[0] for match in re.finditer(r"\d{3,}(\.\d+)+", text)]
+    driver = versions[0] if versions else None
     if driver is None and not files:
         return None
-    words = f"torch {torch.__version__} sees no GPU, though NVIDIA driver"
-    found = f"{words} {driver or 'of an unknown version'} is here"
+    reason = f"torch {torch.__version__} sees no GPU, though NVIDIA driver"
+    reason = f"{reason} {driver or 'of an unknown version'} is here"
     version = _major(driver) if driver else OLDEST_DRIVERS[13]
     capabilities = [capability for _, capability in cards if capability is not None]
     cuda = torch.version.cuda
     if cuda is None:
         install = _install(version, capabilities)
-        return f"{found}: it is built without CUDA", f"{install}, {_OR_THE_CPU}"
-    found = f"{found}: it is built for CUDA {cuda}"
+        return f"{reason}: it is built without CUDA", f"{install}, {_OR_THE_CPU}"
+    reason = f"{reason}: it is built for CUDA {cuda}"
     oldest = OLDEST_DRIVERS.get(_major(cuda), 0)
     if version < oldest:
-        found = f"{found}, which needs driver {oldest} or newer"
+        reason = f"{reason}, which needs driver {oldest} or newer"
         builds = _builds_for(capabilities)
         remedy = _update(oldest)
         if _major(cuda) == 13 and "cu130" not in builds:
             remedy = _install(version, capabilities)
         elif version >= OLDEST_DRIVERS[12] and "cu126" in builds:
             remedy = f"{remedy} or {_install(version, capabilities)}"
-        return found, f"{remedy}, {_OR_THE_CPU}"
+        return reason, f"{remedy}, {_OR_THE_CPU}"
     remedies = ["see what nvidia-smi shows; after an update of the driver restart the machine"]
     if not cards:
-        found = f"{found}, and no card is shown here"
+        reason = f"{reason}, and no card is shown here"
         ask = "start a container with docker run --gpus all, a Slurm job with --gres=gpu:1"
         remedies = [ask, *(remedies if files else [])]
     if cards or files:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         setting = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"
-        found = f"{found} ({_reason()}{setting})"
-    return found, ", or ".join([*remedies, _OR_THE_CPU.removeprefix("or ")])
+        words = "no reason given"
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            words = str(error).splitlines()[0]
+        reason = f"{reason} ({words}{setting})"
+    return reason, ", or ".join([*remedies, _OR_THE_CPU.removeprefix("or ")])
 
 
 def shown_cards() -> list[tuple[str, Capability | None]]:
@@ -114,20 +124,10 @@ def shown_cards() -> list[tuple[str, Capability | None]]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return []
-        found = re.findall(r"^(\d+(?:\.\d+)+)(?:, *(\d+)\.(\d+))?", done.stdout, re.MULTILINE)
-        if found:
-            return [(d, (int(major), int(minor)) if major else None) for d, major, minor in found]
+        cards = re.findall(r"^(\d+(?:\.\d+)+)(?:, *(\d+)\.(\d+))?", done.stdout, re.MULTILINE)
+        if cards:
+            return [(d, (int(major), int(minor)) if major else None) for d, major, minor in cards]
     return []
-
-
-def _loaded_driver() -> str | None:
-    """The version of the driver in the kernel, which containers see, too."""
-    try:
-        text = (ROOT / "proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"\d{3,}(\.\d+)+", text)
-    return found and found[0]
 
 
 def _major(version: str) -> int:
@@ -181,17 +181,8 @@ def _command(build: str) -> str:
 
 def _release() -> tuple[int, int] | None:
     """Of this torch; None for one between releases, which no index keeps."""
-    found = re.fullmatch(r"(\d+)\.(\d+)\.\d+", torch.__version__.split("+")[0])
-    return found and (int(found[1]), int(found[2]))
-
-
-def _reason() -> str:
-    """Why CUDA does not start, in torch's words."""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return "no reason given"
+    numbers = re.fullmatch(r"(\d+)\.(\d+)\.\d+", torch.__version__.split("+")[0])
+    return numbers and (int(numbers[1]), int(numbers[2]))
 
 
 @cache
@@ -210,7 +201,7 @@ def _lacking_kernels(device: torch.device) -> tuple[str, str] | None:
         if code <= capability and (kind == "compute" or code[0] == capability[0]):
             return None
     for_cards = ", ".join(f"{major}.{minor}" for _, major, minor in built)
-    found = (
+    reason = (
         f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}, of "
         f"compute capability {capability[0]}.{capability[1]}: it is built for {for_cards}"
     )
@@ -221,7 +212,7 @@ def _lacking_kernels(device: torch.device) -> tuple[str, str] | None:
         seen = [torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())]
         driver = _major(cards[0][0]) if cards else OLDEST_DRIVERS.get(_major(cuda or "13"), 0)
         remedy = _install(driver, {capability, *seen})
-    return found, f"{remedy}, {_OR_THE_CPU}"
+    return reason, f"{remedy}, {_OR_THE_CPU}"
 
 
 def allow_expandable_segments(number: int) -> str | None:

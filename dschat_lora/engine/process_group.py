@@ -3,9 +3,6 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
@@ -48,8 +45,14 @@ def init_distributed() -> str | None:
         get_accelerator().set_device(local_rank())
     # Compiled at the first use on CPU, for inference alone. A compile that is killed leaves a
     # lock on which every later run waits without a word.
-    with _silent_stderr():  # the first use tries what can be compiled
+    before = os.dup(2)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # the first use tries what can be compiled
+    try:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
     hook = sys.excepthook
     try:
         deepspeed.init_distributed(timeout=TIMEOUT, verbose=False)
@@ -60,27 +63,11 @@ def init_distributed() -> str | None:
             f"another run took the port; start again, or choose one with: deepspeed "
             f"--master_port PORT ... ({error})"
         ) from error
-    if _names_the_rank(hook) or os.environ["WORLD_SIZE"] == "1":
+    # Torch puts ``[rank0]:`` before tracebacks, and does so again in each group.
+    names_the_rank = getattr(hook, "__module__", None) == dist.distributed_c10d.__name__
+    if names_the_rank or os.environ["WORLD_SIZE"] == "1":
         sys.excepthook = hook
     return note
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """A block whose processes write no errors; the kernel of a notebook would show them."""
-    before = os.dup(2)
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-
-
-def _names_the_rank(hook: Any) -> bool:
-    """Whether torch has put ``[rank0]:`` before tracebacks already; it does so in each group."""
-    return getattr(hook, "__module__", None) == dist.distributed_c10d.__name__
 
 
 def shutdown() -> None:

@@ -10,11 +10,13 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import PrefixStore
 
 #: what launchers set for each process
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -169,13 +171,9 @@ def rendezvous() -> tuple[dict[int, Connection], list[Member]]:
         ValueError: if the processes cannot meet.
     """
     complete_launch_variables()
-    me, size = this_member(), int(os.environ["WORLD_SIZE"])
-    deadline = time.monotonic() + MEETING_SECONDS
-    if me.rank == 0:
-        connections, members = _wait_for_all(me, size, deadline)
-    else:
-        connection = _reach_rank_zero(me, deadline)
-        connections, members = {0: connection}, _introduce(connection, me, deadline)
+    me, deadline = this_member(), time.monotonic() + MEETING_SECONDS
+    meet = _wait_for_all if me.rank == 0 else _reach_rank_zero
+    connections, members = meet(me, deadline)
     for connection in connections.values():
         connection.sock.settimeout(10)
         if connection.sock.family != socket.AF_UNIX:
@@ -186,11 +184,9 @@ def rendezvous() -> tuple[dict[int, Connection], list[Member]]:
 # ---------------------------------------------------------------------------- rank 0
 
 
-def _wait_for_all(
-    me: Member, size: int, deadline: float
-) -> tuple[dict[int, Connection], list[Member]]:
+def _wait_for_all(me: Member, deadline: float) -> tuple[dict[int, Connection], list[Member]]:
+    size, members = int(os.environ["WORLD_SIZE"]), {0: me}
     connections: dict[int, Connection] = {}
-    members = {0: me}
     with _listen() as listener:
         while len(members) < size:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
@@ -200,8 +196,9 @@ def _wait_for_all(
                 missing = [str(rank) for rank in range(size) if rank not in members]
                 known = ", ".join(sorted({member.host for member in members.values()}))
                 raise ValueError(
-                    f"{_ranks(missing)} did not arrive within {MEETING_SECONDS:g} s; those that "
-                    f"did are on {known}: start the others, and see docs/multi_node.md"
+                    f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not arrive within "
+                    f"{MEETING_SECONDS:g} s; those that did are on {known}: start the others, and "
+                    "see docs/multi_node.md"
                 ) from None
             member = _member(connection, size)
             if member is None or member.rank in members:
@@ -209,7 +206,11 @@ def _wait_for_all(
                 continue
             connections[member.rank], members[member.rank] = connection, member
     in_order = [members[rank] for rank in range(size)]
-    port = _port_of_the_group()
+    # Where rank 0 will serve the store of the process group; None for the launcher's port. Not
+    # torchrun's own store: a static one keeps, over a restart, what lost processes wrote.
+    port = int(os.environ["MASTER_PORT"]) if is_one_host() else None
+    if _has_launchers_store():
+        port = usable_port(None)
     for connection in connections.values():
         connection.send({"members": [asdict(m) for m in in_order], "port": port})
     _use_port(port)
@@ -238,23 +239,11 @@ def _listen() -> socket.socket:
         listener.bind(_name_on_this_host())
         listener.listen(64)
         return listener
-    wanted = 0 if _has_launchers_store() else int(os.environ["MASTER_PORT"])
-    listener = _server(wanted)
-    if _has_launchers_store():
-        store = _launchers_store()
-        store.set("port", str(listener.getsockname()[1]))
-    return listener
-
-
-def _server(port: int) -> socket.socket:
+    port = 0 if _has_launchers_store() else int(os.environ["MASTER_PORT"])
     six = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if six else socket.AF_INET
     try:
-        return socket.create_server(
-            ("", port),
-            family=socket.AF_INET6 if six else socket.AF_INET,
-            backlog=1024,
-            dualstack_ipv6=six,
-        )
+        listener = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=six)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ValueError(
@@ -262,22 +251,40 @@ def _server(port: int) -> socket.socket:
                 "choose one with: deepspeed --master_port PORT ..."
             ) from error
         raise
+    if _has_launchers_store():
+        _launchers_store().set("port", str(listener.getsockname()[1]))
+    return listener
 
 
 # ---------------------------------------------------------------------------- other ranks
 
 
-def _reach_rank_zero(me: Member, deadline: float) -> Connection:
-    address = os.environ["MASTER_ADDR"]
-    port = 0
+def _reach_rank_zero(me: Member, deadline: float) -> tuple[dict[int, Connection], list[Member]]:
+    connection = Connection(_connected(me, deadline))
+    connection.send(asdict(me))
+    answer = connection.receive_one(deadline)
+    if answer is None:
+        raise ValueError(
+            f"host {me.host}, rank {me.rank}: rank 0 ended before all processes had arrived, or "
+            "another run is at its port; see docs/multi_node.md"
+        )
+    _use_port(answer["port"])
+    return {0: connection}, [Member(**each) for each in answer["members"]]
+
+
+def _connected(me: Member, deadline: float) -> socket.socket:
+    """A socket to rank 0, once it listens."""
+    address, port = os.environ["MASTER_ADDR"], 0
     while True:
         try:
             if is_one_host():
                 sock = socket.socket(socket.AF_UNIX)
                 sock.connect(_name_on_this_host())
-                return Connection(sock)
-            port = port or _rank_zeros_port()
-            return Connection(socket.create_connection((address, port), timeout=5))
+                return sock
+            if not port:
+                own = _has_launchers_store()
+                port = int(_launchers_store().get("port") if own else os.environ["MASTER_PORT"])
+            return socket.create_connection((address, port), timeout=5)
         except OSError as error:
             if time.monotonic() > deadline:
                 place = "this host" if is_one_host() else f"{address}:{port}"
@@ -287,18 +294,6 @@ def _reach_rank_zero(me: Member, deadline: float) -> Connection:
                     "between; see docs/multi_node.md"
                 ) from error
         time.sleep(0.02 if is_one_host() else 0.2)
-
-
-def _introduce(connection: Connection, me: Member, deadline: float) -> list[Member]:
-    connection.send(asdict(me))
-    answer = connection.receive_one(deadline)
-    if answer is None:
-        raise ValueError(
-            f"host {me.host}, rank {me.rank}: rank 0 ended before all processes had arrived, or "
-            "another run is at its port; see docs/multi_node.md"
-        )
-    _use_port(answer["port"])
-    return [Member(**each) for each in answer["members"]]
 
 
 # ---------------------------------------------------------------------------- both
@@ -314,7 +309,7 @@ def _has_launchers_store() -> bool:
     return _launch()[_USES_ITS_STORE] == "True"
 
 
-def _launchers_store() -> Any:
+def _launchers_store() -> "PrefixStore":
     """torchrun's store, for this attempt."""
     from datetime import timedelta
 
@@ -326,12 +321,6 @@ def _launchers_store() -> Any:
     return PrefixStore(f"dschat_lora/{attempt}", store)
 
 
-def _rank_zeros_port() -> int:
-    if _has_launchers_store():
-        return int(_launchers_store().get("port"))
-    return int(os.environ["MASTER_PORT"])
-
-
 def _name_on_this_host() -> str:
     """An address that nobody but the processes of one launch has, and that ends with rank 0.
 
@@ -339,42 +328,26 @@ def _name_on_this_host() -> str:
     the clock ticks at which it started (proc(5)), which no change of the wall clock moves.
     """
     parent, port = os.getppid(), _launch()["MASTER_PORT"]
+    started, attempt = "", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with suppress(OSError):  # 0: the parent of a container's first process
-        parent_started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"\0dschat_lora-{parent}-{parent_started}-{attempt}-{port}"
-    return f"\0dschat_lora-{parent}-{port}"
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"\0dschat_lora-{parent}-{started}-{attempt}-{port}"
 
 
 _USES_ITS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # of torchrun
 _LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", _USES_ITS_STORE)
+_launches: dict[int, dict[str, str | None]] = {}  # by process: a forked one has its own
 
 
 def _launch() -> dict[str, str | None]:
     """Variables as the launcher set them, whatever they are now."""
-    return _launch_of(os.getpid())
-
-
-@cache
-def _launch_of(pid: int) -> dict[str, str | None]:
-    # A forked process has a launch of its own.
-    return {name: os.environ.get(name) for name in _LAUNCHERS}
+    return _launches.setdefault(os.getpid(), {name: os.environ.get(name) for name in _LAUNCHERS})
 
 
 def settle_port() -> None:
     """Leave MASTER_PORT where it is free on this host, else take one that is."""
     if not _has_launchers_store():
         os.environ["MASTER_PORT"] = str(usable_port(os.environ.get("MASTER_PORT")))
-
-
-def _port_of_the_group() -> int | None:
-    """Where rank 0 will serve the store of the process group; None for the launcher's port.
-
-    Not in torchrun's own store: a static one keeps, over a restart, what lost processes wrote.
-    """
-    if _has_launchers_store():
-        return usable_port(None)
-    return int(os.environ["MASTER_PORT"]) if is_one_host() else None
 
 
 def _use_port(port: int | None) -> None:
@@ -386,7 +359,7 @@ def _use_port(port: int | None) -> None:
 
 def usable_port(wanted: str | None) -> int:
     """The port ``wanted`` if it is free on this host, else one that is."""
-    for port in ([] if wanted is None else [int(wanted)]) + [0]:
+    for port in (int(wanted or 0), 0):
         with suppress(OSError), socket.create_server(("", port)) as probe:
             return int(probe.getsockname()[1])
     raise OSError("no port of this host is free")
@@ -396,16 +369,12 @@ def _use_the_same_network(sock: socket.socket, *, serves: bool) -> None:
     """Have gloo use the network that leads to rank 0, by an address that every host can use."""
     import psutil
 
-    mine = _plain(sock.getsockname()[0])
+    # IPv4 addresses as such, where an IPv6 socket carries them.
+    own, other = (end()[0].removeprefix("::ffff:") for end in (sock.getsockname, sock.getpeername))
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == mine for each in addresses):
+        if any(each.address == own for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ["MASTER_ADDR"] = mine if serves else _plain(sock.getpeername()[0])
-
-
-def _plain(address: str) -> str:
-    """An IPv4 address as such, where an IPv6 socket carries it."""
-    return address.removeprefix("::ffff:")
+    os.environ["MASTER_ADDR"] = own if serves else other
 
 
 def _software() -> dict[str, str]:
@@ -413,12 +382,8 @@ def _software() -> dict[str, str]:
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
-    found = {"dschat_lora's code": digest.hexdigest()}
+    versions = {"dschat_lora's code": digest.hexdigest()}
     for name in ("torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _ranks(numbers: list[str]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+            versions[name] = version(name)
+    return versions

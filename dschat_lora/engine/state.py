@@ -28,7 +28,16 @@ class EngineState:
         """Name what ``engine`` trains as ``model``, which it holds, does."""
         self._engine = engine
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._flats = self._find_flats()
+        # id of a parameter -> the tensor AdamW updates for it on this rank: for every stage that
+        # cuts any piece of the group, whose step is the group's.
+        self._flats: dict[int, Tensor] = {id(p): p for p in self._parameters.values()}
+        if engine.zero_stage > 0:
+            names = ("bit16_groups", "single_partition_of_fp32_groups")
+            if engine.zero_stage == 3:
+                names = ("fp16_groups", "fp32_partitioned_groups_flat")
+            groups, flats = (getattr(engine.optimizer, name) for name in names)
+            pairs = zip(groups, flats, strict=True)
+            self._flats = {id(p): flat for group, flat in pairs for p in group}
 
     def facts(self) -> dict[str, Any]:
         """What is no tensor: optimizer steps of each parameter, and the loss scaler. JSON-ready.
@@ -72,7 +81,11 @@ class EngineState:
         self._make_room(steps)
         for name, parameter in self._parameters.items():
             for key in ("weight", *MOMENTS) if steps[name] else ("weight",):
-                value = torch.empty(_shape(parameter), device=self._engine.device)
+                shard = tensor_shard(parameter)
+                # Whole, also where ZeRO 3 holds a flat shard, or a tensor-parallel rank a part.
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                shape = shape if shard is None else shard.full_shape(shape)
+                value = torch.empty(shape, device=self._engine.device)
                 if rank() == 0:
                     saved = read(f"{key}:{name}")
                     if saved.shape != value.shape:
@@ -81,7 +94,7 @@ class EngineState:
                             f"{list(value.shape)}; resume with the options it was written with"
                         )
                     value.copy_(saved)
-                shard, whole = tensor_shard(parameter), broadcast_(value)
+                whole = broadcast_(value)
                 self._set(parameter, key, whole if shard is None else shard.own(whole))
         scaler, scale = self._engine.loss_scaler, facts["loss_scaler"]
         if scaler is not None and scaler.dynamic and scale is not None:
@@ -96,22 +109,6 @@ class EngineState:
     def _adam_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """AdamW's tensors for a parameter: its own at ZeRO 0, else those of a flat piece."""
         return self._engine.adam.state.get(self._flats[id(parameter)], {})
-
-    def _find_flats(self) -> dict[int, Tensor]:
-        """id of a parameter -> the tensor AdamW updates for it on this rank.
-
-        The same for every stage that cuts: any piece of the group, whose step is the group's.
-        """
-        optimizer = self._engine.optimizer
-        if self._engine.zero_stage == 0:
-            return {id(p): p for p in self._parameters.values()}
-        if self._engine.zero_stage == 3:
-            pairs = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-        else:
-            pairs = zip(
-                optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
-            )
-        return {id(p): flat for group, flat in pairs for p in group}
 
     def _make_room(self, steps: dict[str, int]) -> None:
         """Give AdamW the moments it makes at its first step, and its count of steps."""
@@ -199,9 +196,3 @@ def check_same_names(now: dict[str, Any], then: dict[str, Any]) -> None:
             f"the checkpoint {which}: other parameters train now ({count} differ); "
             "resume with the options it was written with"
         )
-
-
-def _shape(parameter: Tensor) -> torch.Size:
-    """Whole, also where ZeRO 3 holds a flat shard, or a tensor-parallel rank a part."""
-    shape, shard = getattr(parameter, "ds_shape", parameter.shape), tensor_shard(parameter)
-    return torch.Size(shape if shard is None else shard.full_shape(shape))

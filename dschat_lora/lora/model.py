@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.config.groups import ACTIVE_EXPERTS, LoraConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.experts import LoraExperts, adapt_experts, expert_weights
 from dschat_lora.lora.groups import Groups, PackedLoraLinear
 from dschat_lora.lora.layers import LoraEmbedding, LoraLinear, full_shape
@@ -37,6 +37,10 @@ from dschat_lora.lora.trained import TrainedBias, TrainedModule, float32_copy
 
 LoraLayer = LoraLinear | LoraEmbedding | LoraExperts
 AdapterLayer = LoraLayer | TrainedBias | TrainedModule
+
+
+# What configurations of models call the number of experts that a token is sent to.
+ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 import regex
 from torch import nn
 
-from dschat_lora.config.groups import ALL_BESIDE, LoraConfig
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.values import ALL_BESIDE
 from dschat_lora.lora.experts import expert_weights, fused_experts
 from dschat_lora.lora.groups import Groups, groups_of_parts
 from dschat_lora.lora.layers import full_shape, is_conv1d, is_transposed

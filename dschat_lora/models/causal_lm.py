@@ -23,7 +23,7 @@ from dschat_lora.algos.logprobs import (
     token_logprobs,
 )
 from dschat_lora.algos.segments import Spans
-from dschat_lora.config.groups import ACTIVE_EXPERTS
+from dschat_lora.lora.model import ACTIVE_EXPERTS
 from dschat_lora.lora.parallel import ParallelLinear, Shard, Split
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.backbone import BackboneModel

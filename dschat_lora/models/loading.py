@@ -25,7 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 from dschat_lora.algos.tensors import check_finite
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.checkpoint.quantization import base_file, located
-from dschat_lora.config.groups import LoadConfig, ModelConfig, parse_rope_scaling
+from dschat_lora.config.groups import LoadConfig, ModelConfig
+from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.data.chat import end_tokens
 from dschat_lora.data.templates import BUILT_IN_TEMPLATE, read_chat_template
 from dschat_lora.engine.distributed import planned_varlen

@@ -19,7 +19,8 @@ from dschat_lora.checkpoint.history import is_checkpoint, newest_valid
 from dschat_lora.checkpoint.quantization import base_file
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.bundled import BUNDLED_MODEL
-from dschat_lora.config.groups import LoraConfig, parse_rope_scaling
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.values import parse_rope_scaling
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 

@@ -21,7 +21,7 @@ _EXPERTS_PER_TOKEN = (
 )
 
 
-def field(config: object, name: str, default: Any = None) -> Any:
+def field(config: object, name: str, default: object = None) -> Any:
     """A field of a configuration; ``default`` where it has none, or one for each layer."""
     try:
         value = getattr(config, name, None)
@@ -30,30 +30,36 @@ def field(config: object, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def text_config(model: Any) -> Any:
+def text_config(model: nn.Module) -> Any:
     """The configuration of the part that reads text, which is the model's own as a rule."""
     get = getattr(model.config, "get_text_config", None)
     return model.config if get is None else get(decoder=True)
 
 
-def text_tower(model: Any) -> tuple[str, nn.Module]:
+def text_tower(model: nn.Module) -> tuple[str, nn.Module]:
     """Name and module of what reads text: the model, of one with several towers one of these."""
     if text_config(model) is model.config or not hasattr(model, "get_decoder"):
         return "", model
-    tower = model.get_decoder()
+    tower = model.get_decoder()  # type: ignore[operator]
     return next(named for named in model.named_modules() if named[1] is tower)
 
 
 def beside_text(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost modules that text does not run through, such as a vision tower, by name."""
     path = text_tower(model)[0].split(".")
-    found = {name: m for name, m in model.named_modules() if _OTHER_INPUTS.search(name.lower())}
+    others_by_name = {
+        name: m for name, m in model.named_modules() if _OTHER_INPUTS.search(name.lower())
+    }
     for i in range(1, len(path)):
         around = ".".join(path[:i])
         children = model.get_submodule(around).named_children()
-        found |= {f"{around}.{name}": module for name, module in children if name != path[i]}
-    outermost = (n for n in found if not any(n.startswith(f"{other}.") for other in found))
-    return {name: found[name] for name in outermost}
+        others_by_name |= {
+            f"{around}.{name}": module for name, module in children if name != path[i]
+        }
+    outermost = (
+        n for n in others_by_name if not any(n.startswith(f"{other}.") for other in others_by_name)
+    )
+    return {name: others_by_name[name] for name in outermost}
 
 
 def text_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -114,7 +120,7 @@ class ExpertWeight:
     out_features: int
     weight: Tensor
     bias: Tensor | None
-    adapter: Any = None  # the module that adds low-rank factors to it
+    adapter: nn.Module | None = None  # the module that adds low-rank factors to it
 
 
 def expert_weights(module: nn.Module, hidden_size: int) -> list[ExpertWeight]:
@@ -126,7 +132,7 @@ def expert_weights(module: nn.Module, hidden_size: int) -> list[ExpertWeight]:
     """
     if not (hasattr(module, "num_experts") or "Expert" in type(module).__name__):
         return []
-    found = []
+    matrices = []
     for name, held in [*module.named_parameters(recurse=False), *module.named_children()]:
         weight = held if isinstance(held, nn.Parameter) else getattr(held, "weight", None)
         if not isinstance(weight, nn.Parameter) or len(full_shape(weight)) != 3:
@@ -135,13 +141,13 @@ def expert_weights(module: nn.Module, hidden_size: int) -> list[ExpertWeight]:
         closes = "down" in name or "out" in name
         if getattr(module, "is_transposed", (outputs == hidden_size) != closes):
             outputs, inputs = inputs, outputs
-        adapter = held if hasattr(held, "lora_A") else None
+        adapter = held if isinstance(held, nn.Module) and hasattr(held, "lora_A") else None
         bias = getattr(module, f"{name}_bias", None)
-        found.append(ExpertWeight(name, count, inputs, outputs, weight, bias, adapter))
-    return found
+        matrices.append(ExpertWeight(name, count, inputs, outputs, weight, bias, adapter))
+    return matrices
 
 
-def experts_per_token(holders: Iterable[nn.Module], config: Any) -> int | None:
+def experts_per_token(holders: Iterable[nn.Module], config: object) -> int | None:
     """How many experts a token is sent to; None where neither modules nor configuration say so.
 
     ``holders`` are the module of the experts and those around it, the nearest first.

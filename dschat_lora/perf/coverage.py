@@ -100,15 +100,15 @@ def coverage(model: nn.Module) -> Coverage:
     """
     width = field(text_config(model), "hidden_size", 0)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    found: dict[tuple[str, bool], tuple[set[str], int]] = {}
+    totals: dict[tuple[str, bool], tuple[set[str], int]] = {}
     for unit in _Units(width, head, beside_text(model)).of(model, ""):
         block = _NUMBER.match(unit.name)
-        blocks, total = found.setdefault((unit.kind, unit.learns), (set(), 0))
+        blocks, total = totals.setdefault((unit.kind, unit.learns), (set(), 0))
         blocks = blocks | ({block[1]} if block else set())
-        found[unit.kind, unit.learns] = (blocks, total + unit.weights)
+        totals[unit.kind, unit.learns] = (blocks, total + unit.weights)
     groups = tuple(
         LayerGroup(kind, learns, len(blocks), weights)
-        for (kind, learns), (blocks, weights) in found.items()
+        for (kind, learns), (blocks, weights) in totals.items()
     )
     # The matrices of experts are one group where all learn or none does.
     for prefix in dict.fromkeys(g.kind.partition(".")[0] for g in groups if "." in g.kind):
@@ -164,7 +164,7 @@ class _Units:
                 path = f"{name}.{child}" if name else child
                 yield from self.of(inner, path, (*around, module), group)
 
-    def _layer(self, module: Any, name: str, kind: str) -> Iterator[_Unit]:
+    def _layer(self, module: nn.Module, name: str, kind: str) -> Iterator[_Unit]:
         """Of a module that is a layer itself."""
         is_norm = "Norm" in type(module).__name__ or isinstance(module, TrainedBias)
         if isinstance(module, nn.Embedding | ParallelEmbedding | LoraEmbedding):
@@ -192,7 +192,7 @@ class _Units:
                 yield _Unit(f"{name}.{part}", kind, parameter.requires_grad, 0)
 
 
-def _learns(layer: Any) -> bool:
+def _learns(layer: nn.Module) -> bool:
     """Whether the matrix of a layer changes, by factors or itself."""
     factor = getattr(layer, "lora_A", getattr(layer, "lora_embedding_A", None))
     adapted = factor is not None and layer.enabled and factor.requires_grad

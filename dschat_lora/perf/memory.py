@@ -11,11 +11,12 @@ allocator keeps, fragmentation, device context.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import torch
 from torch import nn
 
+from dschat_lora.kernels.support import next_power_of_2
 from dschat_lora.lora.experts import FUSES_GATE
 from dschat_lora.lora.layers import is_quantized, stored_bytes, value_bytes
 from dschat_lora.lora.parallel import ParallelLinear, group_of
@@ -92,15 +93,13 @@ def estimate_memory(
     shape = describe(model)
     width = compute_dtype.itemsize
     parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    narrow = [p for p in trained if p.dtype != torch.float32]
+    narrow = [p for p in parameters if p.requires_grad and p.dtype != torch.float32]
     if narrow:
         zero_stage = max(zero_stage, 1)  # engines keep their fp32 copies so
-    sharded = zero_stage == 3 or (zero_stage > 0 and world_size > 1)
-    copied = sharded or bool(narrow)
-    optimizer = sum(_numel(p) for p in trained) * (12 if copied else 8)
+    weights, gradients, optimizer, update = _state_bytes(parameters, zero_stage, world_size)
     if offload:
-        optimizer = 0
+        optimizer = update = 0
+        weights *= zero_stage < 3
     positions = -(-rows * length // context_parallel_size)
     activations = rows * length**2 * mask_bytes + positions * activation_bytes(
         model,
@@ -111,32 +110,48 @@ def estimate_memory(
         offload_activations=offload_activations,
     )
     chunk, head = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
-    loss = chunk + head
-    backward = positions * max(
-        (_backward_bytes(model, b, width) for b in set(shape.blocks)), default=0
-    )
+    kept = _KeptBytes.of(model, shape, length, width)
+    backward = positions * max(map(kept.by_backward, set(shape.blocks)), default=0)
     temporaries = max(0, backward - chunk) * has_temporaries
-    # DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
-    update = sum(_numel(p) * (p.element_size() + 4) for p in narrow)
-    update = 0 if offload else update // (world_size if zero_stage >= 1 else 1)
-    weights = parameter_bytes(parameters) // (world_size if zero_stage >= 3 else 1)
-    gradients = parameter_bytes(trained) // (world_size if zero_stage >= 2 else 1)
-    going = activations + loss + temporaries
+    going = activations + chunk + head + temporaries
     if narrow and not accumulates:
         gradients, going = max(0, gradients - going), max(0, going - gradients)
+    gathered = 0
+    if zero_stage == 3:
+        gathered = _gathered_bytes(parameters, width, reuse_distance, bucket_size)
     return MemoryEstimate(
-        weights=0 if offload and zero_stage >= 3 else weights,
+        weights=weights,
         gradients=gradients,
-        optimizer=optimizer // (world_size if zero_stage >= 1 else 1),
+        optimizer=optimizer,
         activations=activations,
-        loss=loss,
+        loss=chunk + head,
         temporaries=temporaries,
         update=max(0, update - going),
-        gathered=0
-        if zero_stage < 3
-        else _gathered_bytes(parameters, width, reuse_distance, bucket_size),
+        gathered=gathered,
         unpacked=largest_unpacked(parameters),
     )
+
+
+def _state_bytes(
+    parameters: Sequence[nn.Parameter], zero_stage: int, world_size: int
+) -> tuple[int, int, int, int]:
+    """Of a process: weights, gradients, AdamW's state, and what its update makes anew.
+
+    DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    narrow = [p for p in trained if p.dtype != torch.float32]
+    copied = narrow or zero_stage == 3 or (zero_stage > 0 and world_size > 1)
+    whole = (
+        (3, parameter_bytes(parameters)),
+        (2, parameter_bytes(trained)),
+        (1, sum(map(_numel, trained)) * (12 if copied else 8)),
+        (1, sum(_numel(p) * (p.element_size() + 4) for p in narrow)),
+    )
+    weights, gradients, optimizer, update = (
+        size // (world_size if zero_stage >= divided_from else 1) for divided_from, size in whole
+    )
+    return weights, gradients, optimizer, update
 
 
 def largest_unpacked(parameters: Iterable[nn.Parameter]) -> int:
@@ -170,7 +185,7 @@ def rows_of(tokens: int, length: int) -> tuple[int, int]:
     return rows, tokens // rows
 
 
-def cached_token_bytes(model: Any) -> int:
+def cached_token_bytes(model: nn.Module) -> int:
     """Bytes of the keys and values that decoding keeps of one token, on all ranks of a model.
 
     What layers with a state keep is of one size, however long a sequence is, and does not count.
@@ -178,7 +193,8 @@ def cached_token_bytes(model: Any) -> int:
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
     """
-    return sum(block.cache_width for block in describe(model).blocks) * model.dtype.itemsize
+    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
+    return sum(block.cache_width for block in describe(model).blocks) * dtype.itemsize
 
 
 def activation_bytes(
@@ -197,29 +213,17 @@ def activation_bytes(
     the moment when one block is recomputed, with ``offload_activations`` from its input on the
     host.
     """
-    width = compute_dtype.itemsize
-    config = text_config(model)
-    group = group_of(model)
-    ranks = 1 if group is None else group.size
-    # LayerNorm is one kernel, as is a fused RMSNorm. One that is written out keeps a copy of its
-    # input in fp32, and its result before the weight if that trains.
-    rms = [m for m in text_tower(model)[1].modules() if "RMSNorm" in type(m).__name__]
-    per_feature = width
-    if rms and not getattr(rms[0], "keeps_least", False):
-        per_feature = 4 + (width if any(p.requires_grad for p in rms[0].parameters()) else 0)
-    stream = _stream_width(model, shape)
-    activation = _activation(config)
-    norm, fused = stream * per_feature, _has_fused_mlps(model)
-    kept = _KeptBytes(shape, width, length, per_feature, norm, activation, ranks, fused)
+    kept = _KeptBytes.of(model, shape, length, compute_dtype.itemsize)
     inside = [
-        round(kept.by_attention(block) + kept.by_layers(block.mlp)) + block.norm_width * per_feature
+        round(kept.by_attention(block) + kept.by_layers(block.mlp))
+        + block.norm_width * kept.per_feature
         for block in shape.blocks
     ]
-    outside = shape.hidden_size * per_feature
+    outside = shape.hidden_size * kept.per_feature
     outside += round(sum(kept.inputs([x], x.in_features) for x in shape.outside))
     if gradient_checkpointing:
         inputs = min(len(inside), INPUTS_ON_DEVICE) if offload_activations else len(inside)
-        return outside + inputs * stream * width + max(inside)
+        return outside + inputs * _stream_width(model, shape) * kept.width + max(inside)
     return outside + sum(inside)
 
 
@@ -230,20 +234,7 @@ def offloaded_bytes(model: nn.Module, *, positions: int, compute_dtype: torch.dt
     """
     shape = describe(model)
     each = positions * _stream_width(model, shape) * compute_dtype.itemsize
-    return len(shape.blocks) * (1 << max(0, each - 1).bit_length())
-
-
-def _has_fused_mlps(model: nn.Module) -> tuple[bool, bool]:
-    """Whether MLPs, and experts, keep outputs of gate and up alone."""
-    modules = [*text_tower(model)[1].modules()]
-    return (
-        any(getattr(m, "keeps_least", False) for m in modules if hasattr(m, "gate_proj")),
-        any(hasattr(m, FUSES_GATE) for m in modules),
-    )
-
-
-def _activation(config: Any) -> str:
-    return str(field(config, "hidden_act", field(config, "activation_function", "")))
+    return len(shape.blocks) * next_power_of_2(each)
 
 
 def _stream_width(model: nn.Module, shape: ModelShape) -> int:
@@ -255,7 +246,7 @@ def _stream_width(model: nn.Module, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class _KeptBytes:
-    """Bytes per position that the halves of a block keep for the backward pass."""
+    """Bytes per position that the halves of a block keep for the backward pass, and take in it."""
 
     shape: ModelShape
     width: int  # bytes of a number
@@ -264,8 +255,33 @@ class _KeptBytes:
     norm: int  # of the residual stream
     activation: str
     ranks: int
-    # Of MLPs, and of experts, whether the last layer forms its input again.
+    # Of MLPs, and of experts, whether outputs of gate and up alone are kept.
     fused_mlps: tuple[bool, bool]
+
+    @classmethod
+    def of(cls, model: nn.Module, shape: ModelShape, length: int, width: int) -> Self:
+        """By the modules of ``model``, which ``shape`` describes."""
+        config, group = text_config(model), group_of(model)
+        modules = [*text_tower(model)[1].modules()]
+        # LayerNorm is one kernel, as is a fused RMSNorm. One that is written out keeps a copy of
+        # its input in fp32, and its result before the weight if that trains.
+        rms = next((m for m in modules if "RMSNorm" in type(m).__name__), None)
+        per_feature = width
+        if rms is not None and not getattr(rms, "keeps_least", False):
+            per_feature = 4 + width * any(p.requires_grad for p in rms.parameters())
+        return cls(
+            shape,
+            width,
+            length,
+            per_feature,
+            norm=_stream_width(model, shape) * per_feature,
+            activation=str(field(config, "hidden_act", field(config, "activation_function", ""))),
+            ranks=1 if group is None else group.size,
+            fused_mlps=(
+                any(getattr(m, "keeps_least", False) for m in modules if hasattr(m, "gate_proj")),
+                any(hasattr(m, FUSES_GATE) for m in modules),
+            ),
+        )
 
     def by_attention(self, block: BlockShape) -> float:
         if not block.attention_width:  # none, or with a state, which its kernel makes again
@@ -321,7 +337,7 @@ class _KeptBytes:
         # Experts without adapters compute by transformers' own kernels.
         ours = not down.routed or any(x.adapter_trained for x in chain)
         if gated and self.fused_mlps[down.routed] and ours:
-            tensors = 2 + (down.saves_input and not _forms_input(down, self.ranks))
+            tensors = 2 + (down.saves_input and not self.forms_input(down))
         kept += uses * tensors * features * self.width
         return kept + uses * (down.rank * self.width if down.adapter_trained else 0)
 
@@ -331,34 +347,30 @@ class _KeptBytes:
         ranks = sum(x.uses * x.rank for x in linears if x.adapter_trained)
         return (shared + ranks) * self.width
 
+    def forms_input(self, down: LinearShape) -> bool:
+        """Whether the last layer of a fused MLP forms its input again in the backward pass."""
+        return down.whole and not down.trained and self.ranks == 1
 
-def _forms_input(down: LinearShape, ranks: int) -> bool:
-    """Whether the last layer of a fused MLP forms its input again in the backward pass."""
-    return down.whole and not down.trained and ranks == 1
+    def by_backward(self, block: BlockShape) -> int:
+        """What a block's backward pass takes at most beside what was kept.
 
-
-def _backward_bytes(model: nn.Module, block: BlockShape, width: int) -> int:
-    """Bytes per position that a block's backward pass takes at most beside what was kept.
-
-    In its MLP: gradients of a gate's three tensors, or before and after another activation. What
-    its last layer kept of its input is gone by then, unless that is what the activation kept.
-    """
-    group, most, fused = group_of(model), 0, _has_fused_mlps(model)
-    ranks = 1 if group is None else group.size
-    stays = _activation(text_config(model)) == "relu"
-    for *readers, down in chains_of(block.mlp):
-        if not (readers and down.closes and down.input_needs_grad):
-            continue
-        gated = sum(x.out_features for x in readers) == 2 * down.in_features
-        forms = fused[down.routed] and _forms_input(down, ranks)
-        goes = down.saves_input and not forms
-        tensors = 3 - goes if gated else 2 - (goes and not stays)
-        most = max(most, round(down.uses * tensors * down.in_features))
-    return most * width // ranks
+        In its MLP: gradients of a gate's three tensors, or before and after another activation.
+        What its last layer kept of its input is gone by then, unless the activation kept that.
+        """
+        most, stays = 0, self.activation == "relu"
+        for *readers, down in chains_of(block.mlp):
+            if not (readers and down.closes and down.input_needs_grad):
+                continue
+            gated = sum(x.out_features for x in readers) == 2 * down.in_features
+            forms = self.fused_mlps[down.routed] and self.forms_input(down)
+            goes = down.saves_input and not forms
+            tensors = 3 - goes if gated else 2 - (goes and not stays)
+            most = max(most, round(down.uses * tensors * down.in_features))
+        return most * self.width // self.ranks
 
 
 def _loss_bytes(
-    model: Any,
+    model: nn.Module,
     shape: ModelShape,
     positions: int,
     width: int,
@@ -372,7 +384,7 @@ def _loss_bytes(
     """
     if shape.head is None:
         return 0, 0
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[operator]
     shared = isinstance(head, ParallelLinear) and logit_bytes is None
     ranks = head.split.group.size if shared else 1
     chunk = min(positions * -(-shape.vocab_size // ranks), chunk_logits)

@@ -7,7 +7,7 @@ that ZeRO 3 has partitioned: sizes come from the modules' attributes.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from dschat_lora.lora.layers import LoraLinear, full_shape
 from dschat_lora.lora.parallel import ParallelEmbedding
 from dschat_lora.lora.trained import TrainedModule
 from dschat_lora.perf.architecture import (
+    ExpertWeight,
     beside_text,
     expert_weights,
     experts_per_token,
@@ -112,22 +113,22 @@ class _Layers:
             return [_linear(module, name, *sizes, uses=uses)]
         holders = (module, *reversed(around))
         dot = "." if name else ""
-        found = []
+        linears = []
         fused = expert_weights(module, self.width)
         for each in fused:
             number = uses * self._chosen(each.num_experts, holders)
             held = each.adapter or each
             sizes = each.in_features, each.out_features
             linear = _linear(held, name + dot + each.name, *sizes, uses=number)
-            found.append(replace(linear, routed=True))
+            linears.append(replace(linear, routed=True))
         listed = lists_experts(module, name)
         if listed:
             uses *= self._chosen(len(module), holders) / len(module)  # type: ignore[arg-type]
         for child, inner in module.named_children():
             if all(child != each.name for each in fused):
                 path, within = name + dot + child, (*around, module)
-                found += self.of(inner, path, skip=skip, around=within, uses=uses)
-        return [replace(x, routed=True) for x in found] if listed else found
+                linears += self.of(inner, path, skip=skip, around=within, uses=uses)
+        return [replace(x, routed=True) for x in linears] if listed else linears
 
     def _chosen(self, count: int, holders: Sequence[nn.Module]) -> int:
         chosen = experts_per_token(holders[:3], self.config)
@@ -136,7 +137,9 @@ class _Layers:
         return min(chosen, count)
 
 
-def _linear(module: Any, name: str, inputs: int, outputs: int, *, uses: float) -> LinearShape:
+def _linear(
+    module: nn.Module | ExpertWeight, name: str, inputs: int, outputs: int, *, uses: float
+) -> LinearShape:
     factor: Tensor | None = None
     if getattr(module, "enabled", True):
         factor = getattr(module, "lora_embedding_A", getattr(module, "lora_A", None))
@@ -145,7 +148,7 @@ def _linear(module: Any, name: str, inputs: int, outputs: int, *, uses: float) -
         name=name,
         in_features=inputs,
         out_features=outputs,
-        trained=inputs > 0 and module.weight.requires_grad,
+        trained=inputs > 0 and bool(module.weight.requires_grad),
         bias_trained=any(bias is not None and bias.requires_grad for bias in biases),
         rank=0 if factor is None else full_shape(factor)[-2],
         adapter_trained=factor is not None and factor.requires_grad,
@@ -249,13 +252,13 @@ def _read_mlp(linears: Sequence[LinearShape], needs_grad: bool, width: int) -> l
 
 
 def _in_order(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
-    found: list[LinearShape] = []
+    ordered: list[LinearShape] = []
     for chain in chains_of(linears):
         made = needs_grad
         for x in chain:
-            found.append(replace(x, input_needs_grad=made if x.closes else needs_grad))
-            made |= found[-1].output_needs_grad
-    return found
+            ordered.append(replace(x, input_needs_grad=made if x.closes else needs_grad))
+            made |= ordered[-1].output_needs_grad
+    return ordered
 
 
 def chains_of(linears: Sequence[LinearShape]) -> list[list[LinearShape]]:

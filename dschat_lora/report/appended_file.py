@@ -10,10 +10,6 @@ from dschat_lora.config.staging import open_in_place
 from dschat_lora.report.log import RunLog
 
 
-def _whole_lines(content: bytes) -> int:
-    return content.rfind(b"\n") + 1
-
-
 class AppendedFile:
     """A file of a run's directory that grows block by block; the first rank alone writes.
 
@@ -29,7 +25,7 @@ class AppendedFile:
         active: bool,
         source: Path | None = None,
         head: str = "",
-        whole: Callable[[bytes], int] = _whole_lines,
+        whole: Callable[[bytes], int] = lambda content: content.rfind(b"\n") + 1,
     ) -> None:
         """Begin anew.
 

@@ -12,18 +12,7 @@ from dschat_lora.config.staging import open_in_place
 # of steps 1 and 2, and of step 3
 _FINISHED = ("adapter", "model", "actor", "critic", "actor_ema", "bottleneck_adapter.safetensors")
 _RESULTS = ("metrics.jsonl", *_FINISHED, "checkpoints")
-_EXTRAS = (
-    "run.json",
-    "rollouts.jsonl.gz",
-    "tensorboard",
-    "wandb",
-    "trackers.json",
-    "report.html",
-    "lora",
-    # of GLUE, by transformers' Trainer
-    *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
-    *("last", "seeds.json"),
-)
+_EXTRAS = ("run.json", "rollouts.jsonl.gz", "tensorboard")
 
 
 def leftovers(path: Path) -> list[Path]:
@@ -32,10 +21,10 @@ def leftovers(path: Path) -> list[Path]:
     A run that failed before its first result is none: its directory can be used again.
     """
     results = [*(path / name for name in _RESULTS), *sorted(path.glob("checkpoint-*"))]
-    found = [p for p in results if p.is_dir() or (p.is_file() and p.stat().st_size > 0)]
+    left = [p for p in results if p.is_dir() or (p.is_file() and p.stat().st_size > 0)]
     names = (*_EXTRAS, *written_by_addons())
     extras = [*(path / name for name in names), *sorted(path.glob("predict_results_*.txt"))]
-    return found + [each for each in extras if found and each.exists()]
+    return left + [each for each in extras if left and each.exists()]
 
 
 def is_unfinished(path: Path) -> bool:

@@ -58,7 +58,7 @@ class RunRecord:
         if self.failure is not None:
             raise self.failure
 
-    def append(self, name: str, item: Any) -> None:
+    def append(self, name: str, item: object) -> None:
         """Add ``item`` to the list under ``name``."""
         self.update({name: [*self._content.get(name, []), item]})
 
@@ -68,7 +68,7 @@ def _lists_on_a_line(text: str) -> str:
     item = r'"(?:\\.|[^"\\])*"|[^"\[\]{}]'  # strings hold no line ends
     return re.sub(
         rf"\[\n\s+((?:{item})*?)\n\s+\]",
-        lambda found: "[" + re.sub(r"\n\s+", " ", found[1]) + "]",
+        lambda items: "[" + re.sub(r"\n\s+", " ", items[1]) + "]",
         text,
     )
 

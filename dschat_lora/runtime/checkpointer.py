@@ -34,9 +34,9 @@ from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.resume import (
     check_identity,
-    goes_on_in_place,
     options_to_keep,
     options_with_code,
+    resumes_in_place,
     run_of,
 )
 from dschat_lora.runtime.run import OpenRun
@@ -286,7 +286,7 @@ class Checkpointer:
 
 
 def state_to_keep(
-    config: "Resumable", step: int, log: RunLog, identity: Mapping[str, Any], **more: Any
+    config: "Resumable", step: int, log: RunLog, identity: Mapping[str, Any], **more: object
 ) -> dict[str, Any]:
     """What a checkpoint after ``step`` holds besides tensors, JSON-ready, with ``more`` of it."""
     state: dict[str, Any] = jsonable(
@@ -328,7 +328,7 @@ def end_by_signal(run: "OpenRun[Resumable]", number: int, step: int) -> NoReturn
 def take_over(run: "OpenRun[Resumable]", state: Mapping[str, Any]) -> None:
     """Bring log and record of a resumed run to where its checkpoint was saved; call on rank 0."""
     checkpoint = Path(run.config.checkpoint or "")
-    in_place = goes_on_in_place(run.config)
+    in_place = resumes_in_place(run.config)
     origin = None if in_place else run_of(checkpoint)
     source = origin / "metrics.jsonl" if origin is not None else None
     if in_place and run.directory is not None:

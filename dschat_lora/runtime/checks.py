@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +32,7 @@ from dschat_lora.checkpoint.quantization import stored_bits
 from dschat_lora.config.bundled import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.config.data import DataConfig, SourceConfig
 from dschat_lora.config.files import read_json
-from dschat_lora.config.groups import EXPERT_COUNTS, LoadConfig, LoraConfig, ParallelConfig, Switch
+from dschat_lora.config.groups import LoadConfig, LoraConfig, ParallelConfig, Switch
 from dschat_lora.config.held import held_object, is_held
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import without_effect
@@ -44,6 +44,8 @@ from dschat_lora.runtime.resume import is_first_rank, settle
 if TYPE_CHECKING:
     from dschat_lora.runtime.resume import Resumable
 
+# What configurations of models call the number of experts.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ConfigT = TypeVar("ConfigT")
 ResumableT = TypeVar("ResumableT", bound="Resumable")
 DataT = TypeVar("DataT", bound=SourceConfig)
@@ -176,17 +178,17 @@ def task_of(source: ModelSource) -> str | None:
 
 def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
     """Refuse a language model where a reward model is wanted and the other way round."""
-    found = task_of(source)
-    if found is None and tasks == ("SEQ_CLS",) and Path(source.base).is_dir():
-        found = "CAUSAL_LM"
+    task = task_of(source)
+    if task is None and tasks == ("SEQ_CLS",) and Path(source.base).is_dir():
+        task = "CAUSAL_LM"
     name = source.adapter or source.base
-    if found is not None and found not in tasks:
+    if task is not None and task not in tasks:
         kinds = " or ".join(tasks)
         raise ValueError(
-            f"--model_name_or_path {name} is of kind {found}, and this takes {kinds} "
+            f"--model_name_or_path {name} is of kind {task}, and this takes {kinds} "
             "(SEQ_CLS is a reward model, CAUSAL_LM a language model)"
         )
-    if found == "SEQ_CLS" and source.adapter is not None and not is_checkpoint(source.adapter):
+    if task == "SEQ_CLS" and source.adapter is not None and not is_checkpoint(source.adapter):
         tensors = safetensors_header(source.adapter / WEIGHTS_FILE)
         if not any(".score." in name for name in tensors):
             raise ValueError(
@@ -300,14 +302,14 @@ def recomputing(parallel: ParallelConfig, switches: Mapping[str, Switch]) -> dic
     """
     if not parallel.offload_activations:
         return dict(switches)
-    found: dict[str, Switch] = {n: True if v == "auto" else v for n, v in switches.items()}
-    if not any(found.values()):
+    settled: dict[str, Switch] = {n: True if v == "auto" else v for n, v in switches.items()}
+    if not any(settled.values()):
         typed = " ".join(f"--no-{name}" for name in switches)
         raise ValueError(
             "--offload_activations moves the inputs of blocks that are recomputed in the backward "
             f"pass, and with {typed} none is; drop one of them"
         )
-    return found
+    return settled
 
 
 def require_packages(user: str, *names: str, extra: str) -> None:
@@ -318,15 +320,15 @@ def require_packages(user: str, *names: str, extra: str) -> None:
     """
     for needed in names:
         name, _, oldest = needed.partition(">=")
-        is_there, found = importlib.util.find_spec(name) is not None, ""
+        is_there, older = importlib.util.find_spec(name) is not None, ""
         if is_there and oldest:
             try:
                 is_there = Version(version(name)) >= Version(oldest)
-                found = f", found {version(name)}"
+                older = f", found {version(name)}"
             except PackageNotFoundError:  # a module of the user's has that name
                 is_there = False
         if not is_there:
-            raise ValueError(f"{user} needs {needed}{found}: pip install 'dschat_lora[{extra}]'")
+            raise ValueError(f"{user} needs {needed}{older}: pip install 'dschat_lora[{extra}]'")
 
 
 def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
@@ -393,13 +395,10 @@ def check_function(option: str, name: str) -> None:
     if is_held(name):
         held_object(name, option)
         return
-    module = name.partition(":")[0]
-    with working_directory():
-        try:
-            found = importlib.util.find_spec(module.partition(".")[0])
-        except (ImportError, ValueError):
-            found = None
-    if found is None:
+    module, spec = name.partition(":")[0], None
+    with working_directory(), suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    if spec is None:
         raise ValueError(
             f"--{option} {name}: there is no module {module} in the working directory or among "
             "the installed packages"
@@ -430,8 +429,8 @@ def check_command(option: str, command: str, remedy: str = "") -> None:
     except ValueError as error:
         raise ValueError(f"--{option} {command!r}: {error}") from error
     if not words or shutil.which(words[0]) is None:
-        found = words[0] if words else "nothing"
-        raise ValueError(f"--{option} begins with {found}, which is no program on the PATH{remedy}")
+        first = words[0] if words else "nothing"
+        raise ValueError(f"--{option} begins with {first}, which is no program on the PATH{remedy}")
 
 
 @contextmanager

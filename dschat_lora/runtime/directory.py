@@ -19,7 +19,7 @@ from dschat_lora.config.addons import written_by_addons
 from dschat_lora.config.staging import check_within
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.directory import check_idle, default_directory, is_unfinished, leftovers
-from dschat_lora.runtime.resume import OutputOptions, goes_on_in_place, is_first_rank
+from dschat_lora.runtime.resume import OutputOptions, is_first_rank, resumes_in_place
 
 if TYPE_CHECKING:
     from dschat_lora.runtime.resume import Resumable
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 _KEPT = frozenset({"metrics.jsonl", "run.json"})
 # What is written in its place; what is replaced as a whole, such as adapter/, may be a link.
 _WRITTEN_IN = (
-    *(*sorted(_KEPT), CHECKPOINTS, "tensorboard", "wandb", "trackers.json", "rollouts.jsonl.gz"),
-    *("actor", "critic", "actor_ema", "lora", "last"),
-    *("all_results.json", "eval_results.json", "train_results.json", "trainer_state.json"),
+    *(*sorted(_KEPT), CHECKPOINTS, "tensorboard", "rollouts.jsonl.gz"),
+    *("actor", "critic", "actor_ema"),
 )
 
 
@@ -43,11 +42,7 @@ class RunDirectory:
 
     @classmethod
     def claim(
-        cls,
-        given: str | None,
-        *,
-        name: str,
-        spared: frozenset[str] = frozenset(),
+        cls, given: str | None, *, name: str, spared: frozenset[str] = frozenset()
     ) -> "RunDirectory":
         """Create the directory, or empty it of what an earlier run wrote, except ``spared`` names.
 
@@ -147,7 +142,7 @@ def check_output_dir(config: "Resumable", _: object) -> None:
     check_links(path)
     check_idle(path)
     earlier = leftovers(path)
-    if not earlier or goes_on_in_place(config):
+    if not earlier or resumes_in_place(config):
         return
     names = ", ".join(old.name for old in earlier)
     goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)

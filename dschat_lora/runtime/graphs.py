@@ -50,12 +50,12 @@ def with_graphs(
     taken = [each for each in trained if takes_graphs(each, load, peak=peak)]
     if load.training_graphs == "on" or not taken:
         return taken
-    found, free = [], left()
+    fitting, free = [], left()
     for each in taken:
         free -= each.estimated().activations
         if free >= 0:
-            found.append(each)
-    return found
+            fitting.append(each)
+    return fitting
 
 
 def plan_graphs(
@@ -115,7 +115,7 @@ def _by_options(trained: TrainedModel, load: LoadConfig) -> str | None:
     stage = settings.stage_in_use(
         settings.native_dtype(p for p in model.parameters() if p.requires_grad)
     )
-    found = {
+    reasons = {
         "--compile makes other operations of the blocks": load.compile,
         f"gradients of ZeRO {stage} are DeepSpeed's, and are not added up in place": stage > 0,
         "--tensor_parallel_size has processes exchange tensors, which is not recorded": (
@@ -125,8 +125,8 @@ def _by_options(trained: TrainedModel, load: LoadConfig) -> str | None:
         "--offload_activations copies to the host, which is not recorded": trained.offloads,
     }
     for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
-        found[f"--{name} is not recorded"] = getattr(load, name, 0) > 0
-    return next((reason for reason, holds in found.items() if holds), None)
+        reasons[f"--{name} is not recorded"] = getattr(load, name, 0) > 0
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _by_model(model: nn.Module) -> str | None:

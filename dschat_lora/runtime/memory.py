@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -283,7 +282,7 @@ def offloads_inputs(config: StageConfig) -> bool:
     return config.parallel.offload_activations and device_type() == "cuda"
 
 
-def advice(occasion: str, *facts: Any) -> str | None:
+def advice(occasion: str, *facts: object) -> str | None:
     """What an add-on advises on an occasion of a run, by its facts; None where none does."""
     path = provided("advice").get(occasion)
     return None if path is None else load(path)(*facts)
@@ -291,7 +290,7 @@ def advice(occasion: str, *facts: Any) -> str | None:
 
 @contextmanager
 def explaining_memory(
-    directory: Path, plan: MemoryPlan | None, occasion: str, *facts: Any
+    directory: Path, plan: MemoryPlan | None, occasion: str, *facts: object
 ) -> Iterator[None]:
     """Raise an out-of-memory error of the block anew, with advice and the newest checkpoint.
 
@@ -307,6 +306,6 @@ def explaining_memory(
         if said is None:
             need = "" if plan is None else f", by estimate {plan.peak / GIB:.3g} GiB are needed"
             said = f"out of GPU memory{need}: {error}"
-        if found := checkpoints_of(directory):
-            said += f". The newest checkpoint is {found[0]}"
+        if checkpoints := checkpoints_of(directory):
+            said += f". The newest checkpoint is {checkpoints[0]}"
         raise torch.OutOfMemoryError(said) from error

@@ -20,7 +20,7 @@ from dschat_lora.lora.merge import MergeReport
 from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
 from dschat_lora.models.composite import merged_words
 from dschat_lora.models.loading import Tokenizer, load_config, load_tokenizer, stored_dropouts
-from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.models.source import find_model
 from dschat_lora.report.terminal import log_once, note, to_json
 
 PROBE = 256  # tokens on which a merged model is compared
@@ -46,8 +46,7 @@ def merge_model(config: MergeConfig) -> Merge:
     Raises:
         ValueError: if there is no adapter, or the merge moves the model by too much.
     """
-    source = find_model(config.model_name_or_path)
-    directory = merged_directory(config, source)
+    directory, source = merged_directory(config), find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     stored = getattr(load_config(source.base, config.model), "dtype", None) or torch.float32
     written = stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
@@ -82,15 +81,6 @@ def merge_model(config: MergeConfig) -> Merge:
     return Merge(directory, written, report, merged_words(model), adapted.base_bits)
 
 
-def check_merge(config: MergeConfig) -> Path:
-    """The directory that :func:`merge_model` would write.
-
-    Raises:
-        ValueError: if there is nothing to merge, or something is there already.
-    """
-    return merged_directory(config, find_model(config.model_name_or_path))
-
-
 def show_merge(config: MergeConfig) -> None:
     """Merge, and print what was written."""
     merge = merge_model(config)
@@ -114,12 +104,13 @@ def show_merge(config: MergeConfig) -> None:
         )
 
 
-def merged_directory(config: MergeConfig, source: ModelSource) -> Path:
-    """Where the model is written.
+def merged_directory(config: MergeConfig) -> Path:
+    """The directory that :func:`merge_model` writes.
 
     Raises:
         ValueError: if there is nothing to merge, or something is there already.
     """
+    source = find_model(config.model_name_or_path)
     if source.adapter is None:
         raise ValueError(
             f"--model_name_or_path {config.model_name_or_path} is a whole model without an "

@@ -17,11 +17,7 @@ from dschat_lora.checkpoint.history import (
     read_state,
     step_of,
 )
-from dschat_lora.checkpoint.manifest import (
-    MANIFEST,
-    DamagedError,
-    verify,
-)
+from dschat_lora.checkpoint.manifest import MANIFEST, DamagedError, verify
 from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.held import is_held, is_in_module
 from dschat_lora.config.options import (
@@ -152,7 +148,7 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
         checkpoint=str(choice.path.absolute()),
         rejected=tuple(map(str, choice.rejected)),
     )
-    if config.run.overwrite_output_dir and goes_on_in_place(resolved):
+    if config.run.overwrite_output_dir and resumes_in_place(resolved):
         raise ValueError(
             "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
             "delete; give one"
@@ -202,7 +198,7 @@ def check_identity(
         )
 
 
-def _difference(before: Any, value: Any) -> str | None:
+def _difference(before: object, value: object) -> str | None:
     """How a part of the identity differs from ``before``; None where it does not."""
     if isinstance(value, DataIdentity):
         return value.difference(before)
@@ -227,7 +223,7 @@ def run_of(checkpoint: str | Path) -> Path | None:
     return home if own else None
 
 
-def goes_on_in_place(config: "Resumable") -> bool:
+def resumes_in_place(config: "Resumable") -> bool:
     """Whether the run continues in the directory of its checkpoint, rather than in a new one."""
     if not config.checkpoint or config.run.output_dir is None:
         return False
@@ -394,7 +390,7 @@ def _inherited(
                 f"--resume_from_checkpoint {path} was made with --{name} {file}, by which "
                 f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
             )
-    typed = (field for name, (field, _) in option_fields(config_class) if name in now)
+    typed = (field for name, (field, _) in option_fields(config_class).items() if name in now)
     replaced = set[str]().union(*(field.metadata["replaces"] for field in typed)) - now.keys()
     refused = {*options_that_run(config_class, "code", "object"), *elsewhere}
     for name in GONE.keys() & then.keys():

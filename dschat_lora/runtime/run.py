@@ -34,7 +34,7 @@ from dschat_lora.report.record import RunRecord, circumstances
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.caller import NOBODY, Caller, Observer
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.resume import goes_on_in_place, options_with_code
+from dschat_lora.runtime.resume import options_with_code, resumes_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
 
 if TYPE_CHECKING:
@@ -86,11 +86,7 @@ class Ending:
 
 @contextmanager
 def open_run(
-    config: StageT,
-    *,
-    name: str,
-    check: Callable[[StageT], StageT],
-    caller: Caller = NOBODY,
+    config: StageT, *, name: str, check: Callable[[StageT], StageT], caller: Caller = NOBODY
 ) -> Iterator[OpenRun[StageT]]:
     """Join the process group, resolve the config, claim the directory and open the log.
 
@@ -104,20 +100,14 @@ def open_run(
         form_grid(config.parallel.tensor_parallel_size)
         form_context(config.parallel.context_parallel_size)
         torch.manual_seed(stream_seed("build", config.run.seed))
-        earlier = goes_on_in_place(config)
+        earlier = resumes_in_place(config)
         directory, sinks = None, list[Sink]()
         if not config.run.dry_run:
             directory = claim_together(ending, config, name, temporary=caller.in_python)
             for own in groups_of(config, "sinks"):
                 sinks += own.sinks(directory, flatten(config))
         with open_files(
-            config,
-            directory,
-            ending,
-            name=name,
-            earlier=earlier,
-            sinks=sinks,
-            caller=caller,
+            config, directory, ending, name=name, earlier=earlier, sinks=sinks, caller=caller
         ) as run:
             if note is not None:
                 run.log.say(f"  note         {note}")
@@ -148,16 +138,16 @@ def claim_together(
     def claim() -> RunDirectory:
         if given is None and temporary:
             return RunDirectory.temporary(name)
-        if given is not None and goes_on_in_place(config):
+        if given is not None and resumes_in_place(config):
             return RunDirectory.reopen(given)
         if resumes == "auto":
             return RunDirectory.restart(given, name=name)
         return RunDirectory.claim(given, name=name)
 
     def occupy() -> RunDirectory:
-        found = claim()
-        ending.closing.enter_context(occupied(found.path))
-        return found
+        claimed = claim()
+        ending.closing.enter_context(occupied(claimed.path))
+        return claimed
 
     ending.directory = claimed = on_rank_zero(occupy)
     return Path(broadcast_string("" if claimed is None else str(claimed.path)))
@@ -222,38 +212,40 @@ def recorded_ending() -> Iterator[Ending]:
     """
     ending = Ending()
     with ending.closing:
-        yield from _recorded(ending)
+        try:
+            yield ending
+        except BaseException as error:
+            _record_error(error, ending)
+            if isinstance(error, Stopped) or world_size() == 1:
+                _leave_group(error)
+            if isinstance(error, Stopped) and not error.code:
+                return  # by a callback
+            signal = ending.run.interrupts.received if ending.run is not None else 0
+            if signal and isinstance(error, ValueError | OSError):
+                kind = ValueError if isinstance(error, ValueError) else OSError
+                raise kind(
+                    f"stopped by {name_of(signal)}; what was learnt since the last checkpoint is "
+                    f"not saved: {error_message(error)}"
+                ) from error
+            raise
+        shutdown()
 
 
-def _recorded(ending: Ending) -> Iterator[Ending]:
-    try:
-        yield ending
-    except BaseException as error:
-        run = ending.run
-        if not isinstance(error, Stopped):
-            if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
-                failure_detection.wait_for_lost_peer(error)
-            if run is not None and run.record.is_open:
-                run.record.update({"status": _status(error, run.interrupts.received)})
-            mistake = isinstance(error, ValueError) and run is not None
-            # By its exit code another process made a mistake, which ends this one, too.
-            mistake = mistake or (isinstance(error, SystemExit) and error.code == 2)
-            if ending.directory is not None and mistake:
-                ending.directory.abandon()
-        if run is not None and run.record.is_open and run.log.has_lines:
-            run.tell_end(quiet=True)  # another run's files stay
-        if isinstance(error, Stopped) or world_size() == 1:
-            _leave_group(error)
-        if isinstance(error, Stopped) and not error.code:
-            return  # by a callback
-        if run is not None and run.interrupts.received and isinstance(error, ValueError | OSError):
-            kind = ValueError if isinstance(error, ValueError) else OSError
-            raise kind(
-                f"stopped by {name_of(run.interrupts.received)}; what was learnt since the last "
-                f"checkpoint is not saved: {error_message(error)}"
-            ) from error
-        raise
-    shutdown()
+def _record_error(error: BaseException, ending: Ending) -> None:
+    """Record what ended the run; after a mistake, its directory is taken back."""
+    run = ending.run
+    if not isinstance(error, Stopped):
+        if isinstance(error, Exception) and not isinstance(error, ValueError | OSError):
+            failure_detection.wait_for_lost_peer(error)
+        if run is not None and run.record.is_open:
+            run.record.update({"status": _status(error, run.interrupts.received)})
+        mistake = isinstance(error, ValueError) and run is not None
+        # By its exit code another process made a mistake, which ends this one, too.
+        mistake = mistake or (isinstance(error, SystemExit) and error.code == 2)
+        if ending.directory is not None and mistake:
+            ending.directory.abandon()
+    if run is not None and run.record.is_open and run.log.has_lines:
+        run.tell_end(quiet=True)  # another run's files stay
 
 
 def _leave_group(error: BaseException) -> None:

@@ -219,11 +219,7 @@ def state_identity(
 
 
 def resolve_logits(
-    networks: Sequence[Any],
-    *,
-    vocab_size: int,
-    device: torch.device,
-    run: OpenRun[StageConfig],
+    networks: Sequence[Any], *, vocab_size: int, device: torch.device, run: OpenRun[StageConfig]
 ) -> None:
     """Take the model's own logits where its head is more than a linear layer. On every rank.
 
@@ -279,13 +275,13 @@ def say_coverage(
 
     That is of the memory and the FLOPs of all models, by role; roles may share one.
     """
-    found = {role: coverage(models[role]) for role in trained}
-    for role, each in found.items():
-        whose = f"{role}: " if len(found) > 1 else ""
+    coverages = {role: coverage(models[role]) for role in trained}
+    for role, each in coverages.items():
+        whose = f"{role}: " if len(coverages) > 1 else ""
         run.log.say(f"  learns       {whose}{each.words}")
         if each.warning is not None:
             run.log.say(f"  warning      {whose}{each.warning}")
-    run.record.update({"learns": {role: each.to_dict() for role, each in found.items()}})
+    run.record.update({"learns": {role: each.to_dict() for role, each in coverages.items()}})
     roles: dict[str, list[str]] = {}
     for role, model in models.items():
         try:
@@ -300,19 +296,6 @@ def say_coverage(
             run.log.say(f"  {line}{suffix}")
 
 
-def check_room_for(run: OpenRun[StageConfig], trained: int) -> None:
-    """Refuse a disk without room for what trains, as a checkpoint and as a result; on every rank.
-
-    A checkpoint, if any is to be written, holds a weight and two moments of each of the ``trained``
-    elements in fp32, a result the weight in 16 bits at least.
-    """
-    directory, options = run.directory, run.config.run
-    saves = options.save_interval > 0 or options.save_minutes > 0
-    need = (14 if saves else 2) * trained
-    if directory is not None and run.config.optim.num_train_epochs > 0:
-        raise_together(lambda: check_room(directory, need) if rank() == 0 else None)
-
-
 def record_models(
     run: OpenRun[StageConfig],
     settings: EngineSettings,
@@ -320,8 +303,16 @@ def record_models(
     parameters: Mapping[str, int],
     layers: list[str],
 ) -> None:
-    """Record what trains, if the disk has room for it (:func:`check_room_for`); on every rank."""
-    check_room_for(run, parameters["trainable"])
+    """Record what trains, if the disk has room for it as checkpoint and result; on every rank.
+
+    A checkpoint, if any is to be written, holds a weight and two moments of each element that
+    trains in fp32, a result the weight in 16 bits at least.
+    """
+    directory, options = run.directory, run.config.run
+    saves = options.save_interval > 0 or options.save_minutes > 0
+    need = (14 if saves else 2) * parameters["trainable"]
+    if directory is not None and run.config.optim.num_train_epochs > 0:
+        raise_together(lambda: check_room(directory, need) if rank() == 0 else None)
     run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
 
 
@@ -342,13 +333,13 @@ def check_same_models(sources: Mapping[str, ModelSource]) -> None:
     """Refuse hosts whose models, by role, are not rank 0's; call on every rank."""
 
     def fingerprints() -> dict[str, str]:
-        found = {}
+        own = {}
         for role, source in sources.items():
             for part in ("base", "adapter"):
                 path = getattr(source, part) if local_rank() == 0 else None
                 name = f"the {part}{role and f' of the {role}'}"
-                found[name] = "" if path is None else file_fingerprint(path)
-        return found
+                own[name] = "" if path is None else file_fingerprint(path)
+        return own
 
     check_same(fingerprints, remedy="give all hosts the same files")
 

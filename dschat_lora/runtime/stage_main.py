@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -32,44 +31,34 @@ ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True)
-class LateFunction:
-    """A function of the package whose module is imported when it is used."""
+def load_late(path: str) -> Callable[..., Any]:
+    """The function or class ``MODULE:NAME`` of the package, whose module is imported here.
 
-    path: str  # MODULE:NAME
-
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        """What the function returns."""
-        return self.load()(*values, **named)
-
-    def load(self) -> Callable[..., Any]:
-        """The function itself.
-
-        In a command, what its import makes is left out of garbage collection: 400,000 objects stay.
-        The collector would walk through them while they are made and when the interpreter ends,
-        which took a third of a short run's time, and in each full collection. Of a Python program's
-        process other objects would be left out, too.
-        """
-        name, _, function = self.path.partition(":")
-        module = f"dschat_lora.{name}"
-        if _is_command and module not in sys.modules:
-            was_enabled = gc.isenabled()
-            gc.disable()
-            try:
-                import_module(module)
-            finally:
-                gc.freeze()
-                if was_enabled:
-                    gc.enable()
-        return cast(Callable[..., Any], getattr(import_module(module), function))
+    In a command, what the import makes is left out of garbage collection: 400,000 objects stay.
+    The collector would walk through them while they are made and when the interpreter ends,
+    which took a third of a short run's time, and in each full collection. Of a Python program's
+    process other objects would be left out, too.
+    """
+    name, _, function = path.partition(":")
+    module = f"dschat_lora.{name}"
+    if _is_command and module not in sys.modules:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            import_module(module)
+        finally:
+            gc.freeze()
+            if was_enabled:
+                gc.enable()
+    return cast(Callable[..., Any], getattr(import_module(module), function))
 
 
-def late(path: str) -> LateFunction:
+def late(path: str) -> Callable[..., Any]:
     """The function ``MODULE:NAME`` of the package, whose module is imported when it is called.
 
     What runs a verb is heavy; so a wrong option is reported at once.
     """
-    return LateFunction(path)
+    return lambda *values, **named: load_late(path)(*values, **named)
 
 
 _is_command = False  # whether this process runs a command, and not a Python program
@@ -83,11 +72,17 @@ def prepare_process() -> None:
     plain = warnings.formatwarning
     package = str(Path(__file__).parents[1])
 
-    def in_one_line(text: Any, category: Any, file: str, *place: Any) -> str:
-        ours = file.startswith(package)
-        return f"note: {text}\n" if ours else plain(text, category, file, *place)
+    def in_one_line(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        ours = filename.startswith(package)
+        return f"note: {message}\n" if ours else plain(message, category, filename, lineno, line)
 
-    warnings.formatwarning = in_one_line  # type: ignore[assignment]
+    warnings.formatwarning = in_one_line
     try:
         check_launch_variables()
     except ValueError as error:

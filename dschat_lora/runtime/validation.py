@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.groups import parse_rope_scaling
 from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import (
     LOSSES_OF_OPTION,
@@ -16,13 +15,10 @@ from dschat_lora.config.stages import (
     DpoStageConfig,
     SupervisedConfig,
 )
+from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
 from dschat_lora.data.media import media_reader
-from dschat_lora.data.rows import (
-    DataKind,
-    check_some_prompt_fits,
-    check_sources,
-)
+from dschat_lora.data.rows import DataKind, check_some_prompt_fits, check_sources
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.engine.ds_config import reconcile

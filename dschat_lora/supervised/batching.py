@@ -26,12 +26,7 @@ from dschat_lora.data.loader import (
 )
 from dschat_lora.data.samples import Samples
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import (
-    context,
-    local_rank_first,
-    rank,
-    world_size,
-)
+from dschat_lora.engine.distributed import context, local_rank_first, rank, world_size
 from dschat_lora.lora.collectives import ContextGroup
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
@@ -102,11 +97,7 @@ def make_pair_layout(
     """Of pairs, after the same look; call on every rank."""
     tokenizer = setup.tokenizer
     layout, packing = resolve_pair_layout(
-        engine,
-        pairs,
-        packing=setup.config.data.packing,
-        vocab_size=len(tokenizer),
-        run=setup.run,
+        engine, pairs, packing=setup.config.data.packing, vocab_size=len(tokenizer), run=setup.run
     )
     context = context_group(setup, engine)
     collate = PairCollator(int(tokenizer.pad_token_id), layout, tight=True, context=context)

@@ -14,16 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.config.stages import DpoConfig
+from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.cache import load_or_build, read_content
 from dschat_lora.data.loader import Collator, PackedRow, assign_to_ranks, eval_batches
-from dschat_lora.data.samples import Samples, TokenSet
+from dschat_lora.data.samples import PairSample, Samples, TokenSet
 from dschat_lora.engine.build import TrainEngine
-from dschat_lora.engine.distributed import (
-    broadcast_,
-    on_rank_zero,
-    rank,
-    sum_tensor_,
-)
+from dschat_lora.engine.distributed import broadcast_, on_rank_zero, rank, sum_tensor_
 from dschat_lora.engine.zero import Snapshot
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.fingerprint import config_fingerprint
@@ -31,7 +27,7 @@ from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops
 from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.supervised.batching import BatchLayout, row_share, rows_of
-from dschat_lora.supervised.objectives import Network, Objective, answer_loss
+from dschat_lora.supervised.objectives import AnswerLoss, Network, Objective
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -44,7 +40,7 @@ class WithReference:
     def __init__(self, pairs: TokenSet, logprobs: NDArray[np.float32]) -> None:
         self._pairs, self._logprobs = pairs, logprobs
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> PairSample:
         chosen, rejected = self._logprobs[index].tolist()
         return replace(self._pairs[index], reference=(chosen, rejected))
 
@@ -59,7 +55,7 @@ def reference_logprobs(
     batch_size: int,
     share: Mapping[str, int],
     cache: Path,
-    identity: Any,
+    identity: object,
     say: Callable[[str], None] = lambda line: None,
     unit: str = "pairs",
     logprobs: Callable[[Network, Any], Tensor] = answer_logprobs,
@@ -80,8 +76,7 @@ def reference_logprobs(
         say(f"  reference    log-probabilities of {len(pairs):,} {unit} read from {directory}")
     elif rank() == 0:
         say(f"  reference    log-probabilities of {len(pairs):,} {unit} are computed ...")
-    found = torch.tensor(float(known is not None), device=engine.device)
-    if not broadcast_(found):
+    if not broadcast_(torch.tensor(float(known is not None), device=engine.device)):
         known = _compute(engine, pairs, rows, collate, batch_size, share, logprobs)
         if broken := int((~np.isfinite(known)).any(1).sum()):
             raise ValueError(
@@ -112,9 +107,9 @@ def _compute(
     values = torch.zeros(len(pairs), 2, device=engine.device)
     for own_rows, batch in zip(numbered[share["rank"] :: shares], batches, strict=True):
         numbers = [number for row in own_rows for number in row]
-        found = logprobs(engine, batch.to(engine.device))
+        of_batch = logprobs(engine, batch.to(engine.device))
         if batch.num_samples:
-            values[numbers] = torch.stack(found.chunk(2), dim=1)
+            values[numbers] = torch.stack(of_batch.chunk(2), dim=1)
     # Each pair was counted on one rank, so the sum is a collection.
     collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
     return collected
@@ -135,7 +130,7 @@ def _write(directory: Path, values: NDArray[np.float32] | None) -> dict[str, Any
 
 
 @torch.no_grad()
-def logprobs_at(snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: Any) -> Tensor:
+def logprobs_at(snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: PairBatch) -> Tensor:
     """Log-probabilities of a batch's answers as they were then, (2 P,) of pairs; on every rank.
 
     Dropout is off, whatever the engine's mode.
@@ -150,8 +145,8 @@ def logprobs_at(snapshot: Snapshot, engine: TrainEngine[BackboneModel], batch: A
 
 
 @dataclass(frozen=True)
-class Reference:
-    """DPO's objective and the pairs it is taken on, which may bring the reference's values."""
+class ReferencedData:
+    """DPO's objective and the data it is taken on, which may bring the reference's values."""
 
     objective: Objective
     train: Samples
@@ -164,26 +159,22 @@ def make_reference(
     engine: TrainEngine[BackboneModel],
     batch_layout: BatchLayout,
     dpo: DpoConfig,
-) -> Reference:
+    loss: AnswerLoss,
+) -> ReferencedData:
     """The model as it is, before anything is trained or restored; call on every rank.
 
     A loss without a reference gets its objective alone.
     """
     data, config = setup.data, setup.config
     if not dpo.has_reference:
-        return Reference(dpo_objective(dpo), data.train, data.eval)
-    loss, make_objective = answer_loss(dpo), partial(dpo_objective, dpo)
-    # The divergence of a loss of single answers takes a forward pass of its own.
-    passes = 0 if loss is None else 1
-    if loss is not None:
-        make_objective = partial(loss.make_objective, config)
+        return ReferencedData(dpo_objective(dpo), data.train, data.eval)
     if not dpo.precompute_ref_log_probs:
         trained = [p for p in setup.adapted.model.parameters() if p.requires_grad]
-        return Reference(
-            make_objective(partial(logprobs_at, Snapshot(trained), engine)),
+        return ReferencedData(
+            loss.make_objective(config, partial(logprobs_at, Snapshot(trained), engine)),
             data.train,
             data.eval,
-            partial(_forward_flops, engine, passes=1 + 2 * passes),
+            partial(_forward_flops, engine, passes=1 + 2 * loss.passes),
         )
     known = partial(
         reference_logprobs,
@@ -193,8 +184,8 @@ def make_reference(
         share=row_share(setup),
         cache=cache_directory(config.data),
         say=setup.run.log.say,
-        unit="pairs" if loss is None else "answers",
-        logprobs=answer_logprobs if loss is None else loss.logprobs,
+        unit=loss.unit,
+        logprobs=loss.logprobs,
         identity=[
             *(setup.identity.get(name) for name in ("model", "start", "adapter", "dtype")),
             config_fingerprint(setup.adapted.model.config),
@@ -208,8 +199,9 @@ def make_reference(
         for pairs in sets
     )
     train = trained[0] if trained else data.train
-    extra = partial(_forward_flops, engine, passes=passes) if passes else None
-    return Reference(make_objective(lambda batch: batch.reference), train, held_out, extra)
+    extra = partial(_forward_flops, engine, passes=loss.passes) if loss.passes else None
+    objective = loss.make_objective(config, lambda batch: batch.reference)
+    return ReferencedData(objective, train, held_out, extra)
 
 
 def _forward_flops(engine: TrainEngine[BackboneModel], counts: StepCounts, *, passes: int) -> Flops:

@@ -3,33 +3,21 @@
 from collections.abc import Callable
 
 from dschat_lora.config.groups import is_on
-from dschat_lora.config.stages import (
-    PairConfig,
-)
-from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
+from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.loader import Collator, SampleCounts, StepLoader, Tail
-from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import step_flops
 from dschat_lora.runtime.dry_run import say_options, say_sample, say_time
 from dschat_lora.runtime.loop import check_repeats
-from dschat_lora.supervised.batching import (
-    BatchLayout,
-    train_loader,
-)
+from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.loop import make_train_schedule
 from dschat_lora.supervised.setup import SupervisedSetup
 from dschat_lora.supervised.train import size_warnings
 
 
-def show_plan(
-    setup: SupervisedSetup,
-    kind: DataKind,
-    pairs: PairConfig | None = None,
-    collator: Callable[[int], Collator] | None = None,
-) -> None:
-    """Say what the run would do; call on every rank. ``collator`` is that of another loss's rows.
+def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = SampleCollator) -> None:
+    """Say what the run would do; call on every rank. ``collator`` is of a padding token's id.
 
     The model is taken to keep the sequences of a row apart: a run looks at its weights.
     """
@@ -37,12 +25,13 @@ def show_plan(
     if config.data.tail is not None:
         tail: Tail = config.data.tail
         run.log.say(f"  steps        {config.optim.max_steps:,}, of {tail.about}")
-        say_sample(run, config.data, setup.tokenizer, kind)
+        say_sample(run, config.data, setup.tokenizer, setup.kind)
         say_options(run)
         return
-    loader = train_loader(
-        setup, setup.data.train, _planned_layout(setup, pairs, collator or SampleCollator)
-    )
+    collate, packing = collator(int(setup.tokenizer.pad_token_id)), config.data.packing
+    fills_rows = packing or isinstance(collate, PairCollator)
+    layout = BatchLayout(collate, packing, config.max_row_tokens if fills_rows else None)
+    loader = train_loader(setup, setup.data.train, layout)
     assert isinstance(loader, StepLoader)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     check_repeats(config.data, setup.data.times, schedule)
@@ -55,20 +44,8 @@ def show_plan(
         say_time(run, steps=schedule.num_steps, flops=flops, device=device(), dtype=dtype)
     else:
         run.log.say("  time         unknown, or nothing is trained")
-    say_sample(run, config.data, setup.tokenizer, kind)
+    say_sample(run, config.data, setup.tokenizer, setup.kind)
     say_options(run)
-
-
-def _planned_layout(
-    setup: SupervisedSetup, pairs: PairConfig | None, collator: Callable[[int], Collator]
-) -> BatchLayout:
-    pad_id, packing = int(setup.tokenizer.pad_token_id), setup.config.data.packing
-    collate = collator(pad_id)
-    if pairs is not None:
-        layout: PairLayout = "shared" if pairs.share_prompt else "separate"
-        collate = PairCollator(pad_id, layout, tight=True)
-    fills_rows = packing or pairs is not None
-    return BatchLayout(collate, packing, setup.config.max_row_tokens if fills_rows else None)
 
 
 def _epoch_flops(setup: SupervisedSetup, counts: SampleCounts) -> float:

@@ -177,17 +177,15 @@ MAX_TOKENS = 256  # of a sequence that is shown
 
 def first_sequences(samples: TokenSet, count: int) -> list[ShownSequence]:
     """The sequences of the first ``count`` samples or pairs."""
-    return [each for n in range(min(count, len(samples))) for each in _sequences(samples[n])]
-
-
-def _sequences(sample: object) -> Iterator[ShownSequence]:
-    if isinstance(sample, SequenceSample):
-        supervised = sample.supervised.tolist()
-        yield ShownSequence("", sample.input_ids.tolist()[:MAX_TOKENS], supervised[:MAX_TOKENS])
-    elif isinstance(sample, PairSample):
-        for name, ids in (("chosen", sample.chosen), ("rejected", sample.rejected)):
-            marks = [n >= sample.prompt_length for n in range(len(ids))]
-            yield ShownSequence(name, ids.tolist()[:MAX_TOKENS], marks[:MAX_TOKENS])
+    shown = []
+    for sample in (samples[n] for n in range(min(count, len(samples)))):
+        if isinstance(sample, SequenceSample):
+            shown.append(("", sample.input_ids.tolist(), sample.supervised.tolist()))
+        elif isinstance(sample, PairSample):
+            for name, ids in (("chosen", sample.chosen), ("rejected", sample.rejected)):
+                answer = [n >= sample.prompt_length for n in range(len(ids))]
+                shown.append((name, ids.tolist(), answer))
+    return [ShownSequence(name, ids[:MAX_TOKENS], on[:MAX_TOKENS]) for name, ids, on in shown]
 
 
 @torch.no_grad()
@@ -199,7 +197,7 @@ def token_losses(
     None of the first and of what stands for inputs beside text. The engine is in evaluation mode.
     """
     model: nn.Module = engine.module.model
-    found: list[list[float | None]] = []
+    of_sequences: list[list[float | None]] = []
     with whole_sequences(model):
         for each in sequences:
             ids = torch.tensor([each.ids], device=engine.device)
@@ -208,5 +206,5 @@ def token_losses(
             beside = ids[0, 1:] >= FIRST_ID
             logprobs = token_logprobs(logits, ids[0, 1:].masked_fill(beside, 0)).tolist()
             losses = [None if b else -p for b, p in zip(beside.tolist(), logprobs, strict=True)]
-            found.append([None, *losses])
-    return found
+            of_sequences.append([None, *losses])
+    return of_sequences

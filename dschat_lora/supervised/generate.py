@@ -64,7 +64,7 @@ class AnswerGenerator:
         Raises:
             ValueError: if a token cannot be drawn, as a weight is not finite.
         """
-        found: list[list[Answer]] = [[] for _ in prompts]
+        answers: list[list[Answer]] = [[] for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for first in range(0, len(order), self._batch_size):
             chunk = order[first : first + self._batch_size]
@@ -80,8 +80,8 @@ class AnswerGenerator:
             asked = [prompts[i] for i in chunk for _ in range(copies)]
             flat = list(map(self._answer, asked, responses.tokens(), undrawn))
             for place, i in enumerate(chunk):
-                found[i] = flat[place * copies :][:copies]
-        return found
+                answers[i] = flat[place * copies :][:copies]
+        return answers
 
     def _answer(self, prompt: Sequence[int], ids: list[int], undrawn: bool) -> Answer:
         text = self._tokenizer.decode(ids[: len(ids) - undrawn], skip_special_tokens=True)
@@ -110,8 +110,8 @@ def answer_prompts(
         kept = [i for i, ids in enumerate(prompts) if ids is not None]
         copies = range(config.num_return_sequences)
         seeds = [[stream_seed("generate", config.seed, count + i, n) for n in copies] for i in kept]
-        found = generate([prompts[i] or [] for i in kept], seeds=seeds)
-        answered = dict(zip(kept, found, strict=True))
+        answers = generate([prompts[i] or [] for i in kept], seeds=seeds)
+        answered = dict(zip(kept, answers, strict=True))
         yield [(record, answered.get(i)) for i, record in enumerate(records)]
         count += len(records)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import count as count_from
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +27,9 @@ from dschat_lora.perf.throughput import Flops, Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.loop import Progress, TrainingLoop, broken_unless_finite, rate_metrics
-from dschat_lora.supervised.objectives import BatchLoss, Means, Objective
+from dschat_lora.supervised.objectives import BatchLoss, CountedBatch, Means, Objective
 
 ValueT = TypeVar("ValueT", float, Tensor)
-
-
-class CountedBatch(Protocol):
-    """A micro-batch with its counts."""
-
-    num_targets: int
-    num_tokens: int
-    num_samples: int
-    num_attended: int
-    num_chosen_targets: int
-    input_ids: Tensor
-
-    def to(self, device: torch.device) -> Any:
-        """The same batch on ``device``."""
 
 
 @dataclass(frozen=True)

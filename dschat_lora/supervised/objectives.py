@@ -4,16 +4,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from dschat_lora.algos.logprobs import GroupSums
-from dschat_lora.config.addons import load, provided
-from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import Batch
 from dschat_lora.data.loader import Collator
+from dschat_lora.data.rows import DataKind
 
 # An engine or module, called as the stage's network is.
 Network = Callable[..., Any]
@@ -21,6 +20,20 @@ Network = Callable[..., Any]
 Columns = Mapping[str, Tensor]
 # Metrics, None where there is nothing to take one of.
 Means = dict[str, float | None]
+
+
+class CountedBatch(Protocol):
+    """A micro-batch with its counts."""
+
+    num_targets: int
+    num_tokens: int
+    num_samples: int
+    num_attended: int
+    num_chosen_targets: int
+    input_ids: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on ``device``."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,15 @@ class Objective:
     # metrics from the means of the columns, where these are not the metrics themselves
     combine: Callable[[Means], Means] = lambda means: means
 
-    def loss_of(self, engine: Any, batches: Iterable[Any]) -> Callable[[Any, Any], BatchLoss]:
+    def loss_of(self, engine: Network, batches: Iterable[Any]) -> Callable[[Any, Any], BatchLoss]:
         """The loss of each of a step's or an evaluation's batches; call on every rank."""
         loss = self.loss if self.prepare is None else self.prepare(engine, batches)
         return loss if self.mean_over == "num_targets" else partial(_counted_once, loss)
 
 
-def _counted_once(loss: Callable[[Any, Any], BatchLoss], engine: Any, batch: Any) -> BatchLoss:
+def _counted_once(
+    loss: Callable[[Any, Any], BatchLoss], engine: Network, batch: CountedBatch
+) -> BatchLoss:
     """The loss of whole samples, which all ranks that divide rows know, on the one that counts."""
     result = loss(engine, batch)
     if batch.num_samples:
@@ -70,7 +85,7 @@ def _counted_once(loss: Callable[[Any, Any], BatchLoss], engine: Any, batch: Any
 
 
 class AnswerLoss(NamedTuple):
-    """A loss of single answers that are good or bad, which an add-on provides by its name."""
+    """A loss of pairs, or one of single answers, good or bad, which an add-on provides by name."""
 
     collator: Callable[[int], Collator]  # of a padding token's id, for a dry run
     # how samples lie in rows, from a setup and its engine; called on every rank
@@ -80,14 +95,9 @@ class AnswerLoss(NamedTuple):
     # (2 P,) of a batch's answers, and of those that they are compared with
     logprobs: Callable[[Network, Any], Tensor]
     begin: Callable[[Any], None]  # says what is to be known of a setup's data
-
-
-def answer_loss(config: DpoConfig) -> AnswerLoss | None:
-    """What ``--loss_type`` names; None where that is a loss of pairs."""
-    found: AnswerLoss | None = None
-    if config.is_unpaired:
-        found = load(provided("answer_loss")[config.loss_type])
-    return found
+    kind: DataKind = "unpaired"
+    unit: str = "answers"  # what messages call a sample
+    passes: int = 1  # forward passes of its own, such as those of a divergence
 
 
 def causal_lm_loss(engine: Network, batch: Batch) -> BatchLoss:

@@ -1,41 +1,39 @@
 """Programs of step 2 and of DPO, from a checked config to the saved result or its plan."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dschat_lora.config.stages import (
-    DpoStageConfig,
-    RewardStageConfig,
-)
-from dschat_lora.data.rows import DataKind
+from dschat_lora.config.addons import load, provided
+from dschat_lora.config.stages import DpoStageConfig, PairConfig, RewardStageConfig
+from dschat_lora.data.batch import PairCollator, PairLayout
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import OpenRun, open_run
-from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
-from dschat_lora.supervised.batching import (
-    make_pair_layout,
-    resolve_head,
-)
+from dschat_lora.runtime.validation import check_dpo, check_reward
+from dschat_lora.supervised.batching import make_pair_layout, resolve_head
 from dschat_lora.supervised.dpo_reference import make_reference
-from dschat_lora.supervised.objectives import answer_loss
-from dschat_lora.supervised.pair_objectives import reward_objective
+from dschat_lora.supervised.objectives import AnswerLoss
+from dschat_lora.supervised.pair_objectives import (
+    answer_logprobs,
+    dpo_objective,
+    reward_objective,
+)
 from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
 from dschat_lora.supervised.train import make_answers, train
 
 
 def run_reward(config: RewardStageConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 2, a reward model from pairs of answers; as :func:`run_sft`."""
-    check = partial(check_supervised, rules=REWARD)
-    with open_run(config, name="reward", check=check, caller=caller) as run:
+    with open_run(config, name="reward", check=check_reward, caller=caller) as run:
         train_reward(run)
     return run.directory
 
 
 def run_dpo(config: DpoStageConfig, caller: Caller = NOBODY) -> Path | None:
     """Direct preference optimisation, and the losses related to it; as :func:`run_sft`."""
-    check = partial(check_supervised, rules=DPO)
-    with open_run(config, name="dpo", check=check, caller=caller) as run:
+    with open_run(config, name="dpo", check=check_dpo, caller=caller) as run:
         train_dpo(run)
     return run.directory
 
@@ -46,7 +44,7 @@ def train_reward(run: OpenRun[RewardStageConfig]) -> None:
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 
-        show_plan(setup, "pairs", run.config.pairs)
+        show_plan(setup, planned_collator(run.config.pairs))
         return
     if run.config.reward.reward_loss != "bradley_terry":
         note_unused_margins(setup)
@@ -55,29 +53,43 @@ def train_reward(run: OpenRun[RewardStageConfig]) -> None:
     train(setup, engine, setup.data, layout, reward_objective(run.config.reward))
 
 
+def loss_of_type(config: DpoStageConfig) -> AnswerLoss:
+    """What ``--loss_type`` names, of pairs or of an add-on."""
+    if config.dpo.is_unpaired:
+        loss: AnswerLoss = load(provided("answer_loss")[config.dpo.loss_type])
+        return loss
+    return AnswerLoss(
+        collator=planned_collator(config.pairs),
+        make_layout=partial(make_pair_layout, pairs=config.pairs),
+        make_objective=lambda _, reference: dpo_objective(config.dpo, reference),
+        logprobs=answer_logprobs,
+        begin=note_unused_margins,
+        kind="pairs",
+        unit="pairs",
+        passes=0,
+    )
+
+
+def planned_collator(pairs: PairConfig) -> Callable[[int], PairCollator]:
+    """What makes batches of pairs, of a padding token's id, as far as options tell."""
+    layout: PairLayout = "shared" if pairs.share_prompt else "separate"
+    return partial(PairCollator, layout=layout, tight=True)
+
+
 def train_dpo(run: OpenRun[DpoStageConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
-    dpo = run.config.dpo
-    loss = answer_loss(dpo)
-    kind: DataKind = "pairs" if loss is None else "unpaired"
-    setup = set_up(run, phase=2, kind=kind, task="CAUSAL_LM")
+    loss = loss_of_type(run.config)
+    setup = set_up(run, phase=2, kind=loss.kind, task="CAUSAL_LM")
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 
-        pairs = run.config.pairs if loss is None else None
-        show_plan(setup, kind, pairs, None if loss is None else loss.collator)
+        show_plan(setup, loss.collator)
         return
-    if loss is None:
-        note_unused_margins(setup)
-    else:
-        loss.begin(setup)
+    loss.begin(setup)
     engine = build_engine(setup, CausalLMLogprobs(setup.adapted.model))
     resolve_head(engine, len(setup.tokenizer), run)
-    if loss is None:
-        layout = make_pair_layout(setup, engine, run.config.pairs)
-    else:
-        layout = loss.make_layout(setup, engine)
-    reference = make_reference(setup, engine, layout, dpo)
+    layout = loss.make_layout(setup, engine)
+    reference = make_reference(setup, engine, layout, run.config.dpo, loss)
     train(
         setup,
         engine,

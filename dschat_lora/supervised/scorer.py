@@ -24,7 +24,7 @@ from dschat_lora.report.terminal import note
 from dschat_lora.supervised.inference import check_measured
 
 
-class Scorer:
+class LoadedRewardModel:
     """A reward model on this machine's device.
 
     Args:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat_lora.config.addons import groups_of
-from dschat_lora.config.groups import OptimConfig
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
@@ -15,10 +14,7 @@ from dschat_lora.lora.rates import (
     rate_warning,
     ruled_rates,
 )
-from dschat_lora.models.blocks import (
-    FLEX_ATTENTION,
-    compile_blocks,
-)
+from dschat_lora.models.blocks import FLEX_ATTENTION, compile_blocks
 from dschat_lora.models.build import (
     AdaptedModel,
     Task,
@@ -29,7 +25,6 @@ from dschat_lora.models.build import (
 )
 from dschat_lora.models.loading import (
     ModuleT,
-    PretrainedConfig,
     Tokenizer,
     attention_note,
     load_config,
@@ -114,14 +109,7 @@ def set_up(
         expert_learning_rate=config.optim.expert_learning_rate,
         group=group,
     )
-    # A model of the hub is known only here.
-    model_config = load_config(source.base, config.model)
-    fields = model_config.to_dict()
-    check_divided_rows(config.model, fields, config.parallel.context_parallel_size)
-    length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)
-    config = replace(config, data=replace(config.data, max_seq_len=length))
-    if config.optim.learning_rate == "auto":
-        config = replace(config, optim=_ruled(config, model_config, run))
+    config = _fitted(config, source, run)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, phase=phase, kind=kind, base=source.base)
     settings, free = model_settings(config), free_memory()
@@ -149,31 +137,19 @@ def set_up(
     models = {"gradient_checkpointing": adapted.model}
     config = resolve_step(run, models, config, costs, free=free)
     run, settings = replace(run, config=config), model_settings(config)
-    one = {"model": trained_model(adapted, config, settings)}
-    plan = memory_plan_of(adapted, config, settings)
-    plan, recorded = plan_graphs(plan, one, config.model, free=free)
-    _describe(config, settings, adapted, run, plan, recorded=bool(recorded))
+    facts = (adapted, config, settings)
+    one = {"model": trained_model(*facts)}
+    plan, graphs = plan_graphs(memory_plan_of(*facts), one, config.model, free=free)
+    _describe(config, settings, adapted, run, plan, recorded=bool(graphs))
     identity: dict[str, Any] = {}
     if run.directory is not None:
-        facts = (adapted, config, settings)
         run.closing.enter_context(
             explaining_memory(run.directory, plan, "supervised_memory", *facts)
         )
         identity = state_identity(adapted, tokenizer, data, settings)
         shard_model(adapted.model, settings)
-    return SupervisedSetup(
-        config,
-        source,
-        tokenizer,
-        data,
-        settings,
-        adapted,
-        identity,
-        run,
-        phase,
-        kind,
-        recorded=bool(recorded),
-    )
+    own = (config, source, tokenizer, data, settings, adapted, identity, run, phase, kind)
+    return SupervisedSetup(*own, recorded=bool(graphs))
 
 
 def model_settings(config: SupervisedConfig) -> EngineSettings:
@@ -186,17 +162,27 @@ def model_settings(config: SupervisedConfig) -> EngineSettings:
     )
 
 
-def _ruled(
-    config: SupervisedConfig, model_config: PretrainedConfig, run: OpenRun[SupervisedConfig]
-) -> OptimConfig:
-    """The options with rates by published rules, which are shown and recorded."""
+def _fitted(
+    config: SupervisedConfig, source: ModelSource, run: OpenRun[SupervisedConfig]
+) -> SupervisedConfig:
+    """With a length that the model has positions for, and rates by published rules if asked for.
+
+    The rates are shown and recorded. A model of the hub is known only here.
+    """
+    model_config = load_config(source.base, config.model)
+    fields = model_config.to_dict()
+    check_divided_rows(config.model, fields, config.parallel.context_parallel_size)
+    length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)
+    config = replace(config, data=replace(config.data, max_seq_len=length))
+    if config.optim.learning_rate != "auto":
+        return config
     kind, width = model_config.model_type, model_config.hidden_size
     rates = ruled_rates(kind, width, stage=run.stage, lora=config.lora)
     optim = replace(config.optim, ruled=(rates.base, rates.adapter))
     rate = adapter_learning_rate(optim) if config.lora.lora_dim else rates.base
     run.log.say(f"  rate         {rate:.3g} by --learning_rate auto: {rates.reason}")
     run.record.update({"rates": rates._asdict()})
-    return optim
+    return replace(config, optim=optim)
 
 
 def _describe(

@@ -2,19 +2,14 @@
 
 from pathlib import Path
 
-from dschat_lora.config.stages import (
-    SupervisedConfig,
-)
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.models.build import check_balancing
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import OpenRun, open_run
 from dschat_lora.runtime.validation import check_supervised
-from dschat_lora.supervised.batching import (
-    make_sample_layout,
-    resolve_head,
-)
+from dschat_lora.supervised.batching import make_sample_layout, resolve_head
 from dschat_lora.supervised.objectives import SUPERVISED
 from dschat_lora.supervised.setup import build_engine, set_up
 from dschat_lora.supervised.train import make_answers, train
@@ -34,7 +29,7 @@ def train_sft(run: OpenRun[SupervisedConfig]) -> None:
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 
-        show_plan(setup, "samples")
+        show_plan(setup)
         return
     network = CausalLMLoss(
         setup.adapted.model,

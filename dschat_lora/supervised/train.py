@@ -34,24 +34,14 @@ from dschat_lora.runtime.loop import (
 )
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import trained_elements
-from dschat_lora.supervised.batching import (
-    BatchLayout,
-    row_share,
-    rows_per_step,
-    train_loader,
-)
+from dschat_lora.supervised.batching import BatchLayout, row_share, rows_per_step, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
     SupervisedEvaluator,
     first_prompts,
     first_sequences,
 )
-from dschat_lora.supervised.loop import (
-    TrainProgress,
-    TrainSchedule,
-    fit,
-    make_train_schedule,
-)
+from dschat_lora.supervised.loop import TrainProgress, TrainSchedule, fit, make_train_schedule
 from dschat_lora.supervised.objectives import Objective
 from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -169,10 +159,10 @@ def evaluations_since_best(losses: Sequence[float]) -> int:
 def size_warnings(setup: SupervisedSetup, loader: Loader, schedule: TrainSchedule) -> list[str]:
     """What is doubtful about the run's length, its batches, and the rank for so much data."""
     optim = setup.config.optim
-    own = length_warning(optim, schedule.num_steps)
-    found = [] if own is None else [own]
+    length = length_warning(optim, schedule.num_steps)
+    warnings = [] if length is None else [length]
     if not isinstance(loader, StepLoader):
-        return found
+        return warnings
     counts, batch = loader.counts, setup.config.batch
     small, shares = None, row_share(setup)["world_size"]
     if not optim.max_steps and not batch.tokens_per_device:
@@ -186,8 +176,8 @@ def size_warnings(setup: SupervisedSetup, loader: Loader, schedule: TrainSchedul
             least=1 if loader.packs else 2,
             accumulation=batch.gradient_accumulation_steps,
         )
-    found += [] if small is None else [small]
-    return found + capacity_warnings(
+    warnings += [] if small is None else [small]
+    return warnings + capacity_warnings(
         setup.config.lora,
         samples_per_step=loader.num_rows / max(1, loader.steps_per_epoch),
         parameters=trained_elements(setup.adapted.model),

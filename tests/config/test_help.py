@@ -16,11 +16,7 @@ from dschat_lora.config.options import (
 )
 from dschat_lora.config.other_names import other_names
 from dschat_lora.config.parser import COMPATIBILITY, EVERYDAY, OTHER, SECTIONS, unknown_option
-from dschat_lora.config.stages import (
-    DpoStageConfig,
-    RewardStageConfig,
-    SupervisedConfig,
-)
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.config.values import is_switch, value_shape
 from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.rl.options.config import RlhfConfig
@@ -56,7 +52,7 @@ NO_VALUES = {"names", "says", "sets", "has", "is"}  # what may follow an option 
 
 def annotations(command_class):
     """Type and allowed values of each option, as words."""
-    for name, (_, annotation) in option_fields(command_class):
+    for name, (_, annotation) in option_fields(command_class).items():
         if annotation is bool or is_switch(annotation):
             yield name, (bool, ())
         else:
@@ -214,7 +210,7 @@ def test_help_of_a_word_that_nothing_has_says_so(monkeypatch, capsys):
 
 def test_sections_of_addons_and_of_compatibility_come_last_in_help_all(shown):
     whole = titles(shown("sft", "--help", "all"))
-    sections = {each.metadata["section"] for _, (each, _) in option_fields(SupervisedConfig)}
+    sections = {each.metadata["section"] for each, _ in option_fields(SupervisedConfig).values()}
     addons = [title for name in installed() if (title := f"add-on {name}") in sections]
     assert "add-on images" in addons or "images" not in installed()
     assert whole[-2 - len(addons) :] == ["other options", *addons, COMPATIBILITY]
@@ -223,7 +219,9 @@ def test_sections_of_addons_and_of_compatibility_come_last_in_help_all(shown):
 
 @pytest.mark.parametrize("config_class", STAGES)
 def test_every_option_of_a_stage_has_a_section(config_class):
-    sections = {name: field.metadata["section"] for name, (field, _) in option_fields(config_class)}
+    sections = {
+        name: field.metadata["section"] for name, (field, _) in option_fields(config_class).items()
+    }
     known = {*SECTIONS, COMPATIBILITY, *(f"add-on {name}" for name in installed())}
     assert {name: s for name, s in sections.items() if s not in known} == {}
     assert OTHER not in sections.values()
@@ -278,7 +276,7 @@ def test_further_names_and_hints_of_options_belong_to_options(command_class):
     aliases, names = option_aliases(command_class), option_names(command_class)
     assert set(aliases.values()) <= set(names)
     assert not aliases.keys() & set(names)
-    hints = [field.metadata["hint"] for _, (field, _) in option_fields(command_class)]
+    hints = [field.metadata["hint"] for field, _ in option_fields(command_class).values()]
     assert {*re.findall(r"--(\w+)", " ".join(hints))} <= set(names)
 
 

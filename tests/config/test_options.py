@@ -6,21 +6,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dschat_lora.config.addons import installed
+from dschat_lora.config.files import parse_yaml
 from dschat_lora.config.options import (
+    build_config,
     command_line,
     flatten,
     given_options,
     group,
     option,
+    option_fields,
+    options_in_python,
+    options_of,
     parse_config,
+    typed_options,
 )
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime.stage_main import fail, run_main
-from dschat_lora.runtime.validation import check_supervised
-from helpers.addons import of_the_whole, with_addon
-from helpers.step1 import parsed
+from helpers.addons import of_the_whole
+from helpers.drawing import drawing
 
 # What users' scripts rely on. A flag may be added here, never taken away or renamed.
 STEP1_FLAGS = """
@@ -100,20 +108,21 @@ CLASSIC_FLAGS = {
 }
 if "trackers" not in installed():
     del CLASSIC_FLAGS["enable_tensorboard"], CLASSIC_FLAGS["tensorboard_path"]
-# Those that its step 2 and DPO share with step 1, and what each has besides.
+# Of its step 2 and DPO: those that they share with step 1, and what each has besides.
 SHARED_FLAGS = CLASSIC_FLAGS.keys() - {"sft_only_data_path", "eot_token", "print_loss"}
-CLASSIC_REWARD_FLAGS = {
-    **{name: CLASSIC_FLAGS[name] for name in sorted(SHARED_FLAGS)},
-    "num_padding_at_beginning": "1",
-    "eval_interval": "0",
-    "eval_iters": "100",
-}
-CLASSIC_DPO_FLAGS = {
-    **{name: CLASSIC_FLAGS[name] for name in sorted(SHARED_FLAGS)},
+SHARED = {name: value for name, value in CLASSIC_FLAGS.items() if name in SHARED_FLAGS}
+OF_REWARD = {"num_padding_at_beginning": "1", "eval_interval": "0", "eval_iters": "100"}
+OF_DPO = {
     "offload_reference_model": None,
     "beta": "0.1",
     "label_smoothing": "0.0",
     "print_loss": None,
+}
+# By the class of a stage, its flags and DeepSpeed-Chat's.
+FLAGS = {
+    SupervisedConfig: (STEP1_FLAGS, CLASSIC_FLAGS),
+    RewardStageConfig: (STEP1_FLAGS + REWARD_FLAGS, SHARED | OF_REWARD),
+    DpoStageConfig: (STEP1_FLAGS + DPO_FLAGS, SHARED | OF_DPO),
 }
 
 
@@ -161,28 +170,53 @@ def parse(line, config_class=Whole):
 # ---------------------------------------------------------------------------- values
 
 
-def test_nothing_given_is_the_defaults():
-    assert parse("") == Whole()
+DEFAULTS = {
+    **{"size": 3, "rate": None, "kind": "one", "level": None, "name": "x", "paths": ["a", "b"]},
+    **{"weights": [], "fast": False, "slow": True, "tuned": "auto"},
+}
+NUMBERS = st.floats(1e-30, 1e30) | st.floats(-1e30, -1e-30) | st.just(0.0)
+ODD = st.sampled_from(
+    ["12:30", "010", "0x10", "1.50", "1_000", "2024-01-02", "1e3", "=", "+3", "null", "no", "a b"]
+)
+TEXTS = ODD | st.text(
+    st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=6
+).filter(lambda text: not text.startswith("-"))
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "size": st.integers(0, 2**63 - 1),
+        "rate": NUMBERS,
+        "kind": st.sampled_from(["one", "two"]),
+        "level": st.sampled_from([0, 1, 2]),
+        "name": TEXTS,
+        "paths": st.lists(TEXTS, max_size=3),
+        "weights": st.lists(NUMBERS, max_size=3),
+        "fast": st.booleans(),
+        "slow": st.booleans(),
+        "tuned": st.sampled_from([True, False, "auto"]),
+    },
+)
 
 
-def test_each_kind_of_value_reaches_its_field():
-    config = parse(
-        "--size 7 --rate 1e-3 --kind two --level 2 --name n --paths p q --fast --no-slow"
+@drawing(100)
+@given(values=VALUES)
+def test_values_are_the_same_on_a_command_line_in_a_file_and_in_python(values):
+    config = parse_config(Whole, command_line(values))
+    assert flatten(config) == {**DEFAULTS, **values}
+    assert config.given == values.keys()
+    assert all(isinstance(weight, float) for weight in config.weights)
+    one = {name: v for name, v in values.items() if not isinstance(v, bool | list)}
+    assert parse_config(Whole, [f"--{name}={v}" for name, v in one.items()]) == build_config(
+        Whole, one
     )
-    assert config.part == Part(size=7, rate=0.001, kind="two", level=2)
-    assert (config.name, config.paths, config.fast, config.slow) == ("n", ("p", "q"), True, False)
-
-
-def test_equals_sign_and_space_say_the_same():
-    assert parse("--size=7 --name=n --level=1") == parse("--size 7 --name n --level 1")
-
-
-def test_numbers_of_a_list_are_numbers():
-    assert parse("--weights 1 2.5").weights == (1.0, 2.5)
-
-
-def test_a_list_may_be_emptied():
-    assert parse("--paths").paths == ()
+    read = options_of(Whole, parse_yaml(yaml.safe_dump(values)), label="a file")
+    assert build_config(Whole, read) == config
+    assert build_config(Whole, options_in_python(Whole, values)) == config
+    assert typed_options(config) == values
+    single = {
+        name: v[0] if isinstance(v, list) and len(v) == 1 else v for name, v in values.items()
+    }
+    assert build_config(Whole, options_of(Whole, single, label="a file")) == config
 
 
 @pytest.mark.parametrize(
@@ -205,11 +239,6 @@ def test_switch_that_decides_by_itself_is_a_switch_too(line, value):
     assert parse(" ".join(command_line({"tuned": value}))).tuned == value
 
 
-def test_given_names_what_the_user_set_even_to_the_default():
-    assert parse("").given == frozenset()
-    assert parse("--size 3 --no-fast").given == {"size", "fast"}
-
-
 def test_nested_group_with_prefix_has_two_sets_of_options():
     pair = parse("--actor_size 8 --critic_kind two", Pair)
     assert pair == Pair(actor=Part(size=8), critic=Part(kind="two"))
@@ -221,23 +250,6 @@ def test_nested_group_with_prefix_has_two_sets_of_options():
 def test_prefixed_option_has_no_bare_name():
     with pytest.raises(ValueError, match="unknown option --size; did you mean --actor_size"):
         parse("--size 8", Pair)
-
-
-def test_flatten_gives_json_ready_values_that_parse_back():
-    config = parse("--size 7 --paths p q --rate 0.5")
-    flat = flatten(config)
-    assert flat == {
-        "size": 7,
-        "rate": 0.5,
-        "kind": "one",
-        "level": None,
-        "name": "x",
-        "paths": ["p", "q"],
-        "weights": [],
-        "fast": False,
-        "slow": True,
-        "tuned": "auto",
-    }
 
 
 def test_required_option_is_named_when_absent():
@@ -252,6 +264,11 @@ def test_required_option_is_named_when_absent():
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
+        *(
+            (f"--{name}={number}", [f"--{name}: must be a number, got"])
+            for name in ("rate", "weights")
+            for number in ("nan", "inf", "-inf", "NaN", "Infinity", "1e999")
+        ),
         ("--size eight", ["--size", "a whole number", "'eight'"]),
         ("--size 8.5", ["--size", "a whole number", "'8.5'"]),
         ("--size nan", ["--size", "a whole number", "'nan'"]),
@@ -276,14 +293,6 @@ def test_wrong_value_is_named_with_its_option_and_what_is_allowed(line, parts):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "NaN", "Infinity", "1e999"])
-def test_number_that_is_not_finite_is_refused(number):
-    with pytest.raises(ValueError, match="--rate: must be a number, got"):
-        parse(f"--rate={number}")
-    with pytest.raises(ValueError, match="--weights: must be a number, got"):
-        parse(f"--weights={number}")
-
-
 # ---------------------------------------------------------------------------- YAML
 
 
@@ -301,14 +310,6 @@ def test_yaml_may_have_options_that_are_gone_where_they_did_nothing(from_yaml):
     assert from_yaml("lr_probe: 0\nprompt_lookup_num_tokens: 0\nname: y").name == "y"
 
 
-def test_yaml_sets_the_same_fields_as_the_command_line(from_yaml):
-    text = (
-        "size: 7\nrate: 1e-3\nkind: two\nlevel: 2\nname: n\npaths: [p, q]\nfast: true\nslow: no\n"
-    )
-    line = "--size 7 --rate 1e-3 --kind two --level 2 --name n --paths p q --fast --no-slow"
-    assert from_yaml(text) == parse(line)
-
-
 @pytest.mark.parametrize(
     ("text", "value"), [("auto", "auto"), ("true", True), ("false", False), ("on", True)]
 )
@@ -321,16 +322,8 @@ def test_command_line_wins_over_yaml(from_yaml):
     assert (config.part.size, config.name, config.fast) == (8, "file", False)
 
 
-def test_yaml_options_count_as_given(from_yaml):
-    assert from_yaml("size: 3\n", "--name", "n").given == {"size", "name"}
-
-
 def test_yaml_knows_prefixed_names(from_yaml):
     assert from_yaml("actor_size: 8\n", config_class=Pair).actor.size == 8
-
-
-def test_yaml_takes_one_value_for_a_list(from_yaml):
-    assert from_yaml("paths: p\nweights: 2\n").paths == ("p",)
 
 
 def test_yaml_null_is_the_absent_value_of_an_optional_field(from_yaml):
@@ -396,11 +389,9 @@ def test_yaml_that_was_a_traceback_or_lost_a_value_is_refused(from_yaml, text, w
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["12:30", "010", "0x10", "1.50", "1_000", "2024-01-02", "1e3", "=", "+3"]
-)
+@pytest.mark.parametrize("text", ["12:30", "010", "0x10", "1.50", "1_000", "2024-01-02", "1e3"])
 def test_yaml_text_arrives_as_it_is_written(from_yaml, text):
-    assert from_yaml(f"name: {text}\npaths: [{text}]\n") == parse(f"--name {text} --paths {text}")
+    assert from_yaml(f"name: {text}\npaths: {text}\n") == parse(f"--name {text} --paths {text}")
 
 
 def test_yaml_merges_and_aliases_are_read(from_yaml):
@@ -498,22 +489,6 @@ def test_help_names_every_option_with_its_text_and_default(monkeypatch, capsys):
     assert "local_rank" not in shown
 
 
-# ---------------------------------------------------------------------------- step 1
-
-
-def leaves(config_class):
-    for field in dataclasses.fields(config_class):
-        if nested := field.metadata.get("group"):
-            yield from leaves(nested)
-        elif not {"given", "hidden"} & field.metadata.keys():
-            yield field
-
-
-@of_the_whole
-def test_flags_of_step_1_are_these():
-    assert sorted(flatten(SupervisedConfig())) == sorted(STEP1_FLAGS)
-
-
 @dataclass(frozen=True)
 class Zeros:
     steps: int = option(0, help="a count")
@@ -531,96 +506,42 @@ def test_help_shows_a_default_of_zero_though_it_equals_false(capsys):
     assert shown.count("default") == 2
 
 
-@pytest.mark.parametrize("field", leaves(SupervisedConfig), ids=lambda field: field.name)
-def test_every_option_has_help_and_a_default(field):
-    assert len(field.metadata["help"]) > 8
-    assert field.default is not dataclasses.MISSING
+def is_ours(name):
+    """Whether a flag is no launcher's."""
+    return not name.startswith(("local_rank", "deepscale"))
 
 
 @of_the_whole
-def test_help_of_step_1_shows_every_flag(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["main.py", "--help", "all"])
+@pytest.mark.parametrize("config_class", FLAGS)
+def test_flags_of_a_stage_are_these_each_with_help_and_a_default(config_class, capsys):
+    flags, _ = FLAGS[config_class]
+    options = option_fields(config_class)
+    assert sorted(options) == sorted(flags)
+    for field, _ in options.values():
+        assert len(field.metadata["help"]) > 8
+        assert field.default is not dataclasses.MISSING
     with pytest.raises(SystemExit, match="0"):
-        run_main(SupervisedConfig, check_supervised, lambda config: None)
+        parse_config(config_class, ["--help", "all"])
     shown = capsys.readouterr().out
-    missing = [name for name in STEP1_FLAGS if f"--{name}" not in shown]
-    assert not missing
+    assert [name for name in flags if f"--{name}" not in shown] == []
 
 
-@pytest.mark.parametrize("name", CLASSIC_FLAGS)
-def test_classic_flag_is_accepted_with_space_and_equals_sign(name):
-    value = CLASSIC_FLAGS[name]
-    with_space = parsed(f"--{name}", *([] if value is None else [value]))
-    if value is not None:
-        assert parsed(f"--{name}={value}") == with_space
-    if not name.startswith(("local_rank", "deepscale")):
-        shown = flatten(with_space)[name]
-        shown = shown[0] if isinstance(shown, list) else shown
-        kind = type(shown)
-        assert shown == (True if value is None else kind(value))
-
-
-def test_all_classic_flags_parse_together():
-    argv = [part for name, value in CLASSIC_FLAGS.items() for part in (f"--{name}", value) if part]
-    config = parsed(*argv)
-    assert config.given == set(CLASSIC_FLAGS) - {"local_rank", "deepscale", "deepscale_config"}
-
-
-@with_addon("trackers")
-def test_step_1_script_of_deepspeed_chat_for_one_gpu_parses():
-    config = parsed(
-        *"--model_name_or_path facebook/opt-1.3b --gradient_accumulation_steps 8 --lora_dim 128 "
-        "--zero_stage 0 --enable_tensorboard --tensorboard_path out --deepspeed "
-        "--output_dir out".split()
-    )
-    assert (config.lora.lora_dim, config.batch.gradient_accumulation_steps) == (128, 8)
-    assert config.parallel.deepspeed
-
-
-# ---------------------------------------------------------------------------- step 2 and DPO
-
-
-@of_the_whole
-def test_flags_of_step_2_and_dpo_are_those_of_step_1_and_these():
-    assert sorted(flatten(RewardStageConfig())) == sorted(STEP1_FLAGS + REWARD_FLAGS)
-    assert sorted(flatten(DpoStageConfig())) == sorted(STEP1_FLAGS + DPO_FLAGS)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        f
-        for c in (RewardStageConfig, DpoStageConfig)
-        for f in leaves(c)
-        if f.name not in STEP1_FLAGS
-    ],
-    ids=lambda field: field.name,
-)
-def test_every_option_of_pairs_has_help_and_a_default(field):
-    assert len(field.metadata["help"]) > 8
-    assert field.default is not dataclasses.MISSING
-
-
-@pytest.mark.parametrize(
-    ("config_class", "name", "value"),
-    [
-        (config_class, name, value)
-        for config_class, flags in (
-            (RewardStageConfig, CLASSIC_REWARD_FLAGS),
-            (DpoStageConfig, CLASSIC_DPO_FLAGS),
-        )
-        for name, value in flags.items()
-    ],
-)
-def test_classic_flag_of_step_2_and_dpo_is_accepted_with_its_meaning(config_class, name, value):
-    config = parse_config(config_class, [f"--{name}", *([] if value is None else [value])])
-    if name.startswith(("local_rank", "deepscale")):
-        assert config.given == frozenset()
-        return
-    assert config.given == {name}
-    shown = flatten(config)[name]
-    shown = shown[0] if isinstance(shown, list) else shown
-    assert shown == (True if value is None else type(shown)(value))
+@pytest.mark.parametrize("config_class", FLAGS)
+def test_classic_flags_are_accepted_with_their_meaning_alone_and_together(config_class):
+    _, classic = FLAGS[config_class]
+    whole = {name: value for name, value in classic.items() if is_ours(name)}
+    argv = [part for name, value in classic.items() for part in (f"--{name}", value) if part]
+    together = parse_config(config_class, argv)
+    assert together.given == whole.keys()
+    for name, value in classic.items():
+        alone = parse_config(config_class, [f"--{name}", *([] if value is None else [value])])
+        if value is not None:
+            assert parse_config(config_class, [f"--{name}={value}"]) == alone
+        assert alone.given == {name} & whole.keys()
+        for config in (alone, together) if is_ours(name) else ():
+            flag = flatten(config)[name]
+            flag = flag[0] if isinstance(flag, list) else flag
+            assert flag == (True if value is None else type(flag)(value))
 
 
 @pytest.mark.parametrize(
@@ -644,16 +565,3 @@ def test_one_option_given_leaves_a_stages_other_defaults():
     assert (config.optim.learning_rate, config.optim.weight_decay) == (1e-6, 0.1)
     assert config.optim.default_lora_learning_rate == 1e-5
     assert (config.data.packing, config.data.max_seq_len) == (False, 64)
-
-
-@with_addon("trackers")
-def test_step_2_scripts_of_deepspeed_chat_for_one_gpu_parse():
-    line = (
-        "--model_name_or_path facebook/opt-350m --num_padding_at_beginning 1 --weight_decay 0.1 "
-        "--dropout 0.0 --gradient_accumulation_steps 4 --zero_stage 0 --enable_tensorboard "
-        "--tensorboard_path out --deepspeed --output_dir out"
-    )
-    config = parse_config(RewardStageConfig, line.split())
-    assert config.pairs.num_padding_at_beginning == 1
-    line = line.replace("--num_padding_at_beginning 1 ", "--offload_reference_model ")
-    assert parse_config(DpoStageConfig, line.split()).dpo.offload_reference_model

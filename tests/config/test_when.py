@@ -106,10 +106,7 @@ class Animal:
         ("--price 2 --tame", ["--price has no effect with --tame"]),
         ("--bite 2", []),
         ("--bite 2 --no-wild", ["--bite has no effect without --size and with --no-wild"]),
-        (
-            "--bark 2 --no-wild --tame",
-            ["--bark has no effect with --no-wild and with --tame"],
-        ),
+        ("--bark 2 --no-wild --tame", ["--bark has no effect with --no-wild and with --tame"]),
         ("--gills", ["--gills has no effect here: see --help"]),
         ("--no-gills", []),
         ("--tail 4", []),

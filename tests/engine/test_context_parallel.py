@@ -102,9 +102,9 @@ def test_pairs_are_learnt_from_as_in_whole_rows(
         assert report["losses"] == pytest.approx(one["losses"], abs=1e-5)
         assert report["norms"] == pytest.approx(one["norms"], abs=1e-5)
         assert report["pairs"] == one["pairs"]
-        for found, expected in zip(report["means"], one["means"], strict=True):
+        for ours, expected in zip(report["means"], one["means"], strict=True):
             # Where margins are 0 it is their rounding's.
-            both = [{**each, "rewards/accuracies": None} for each in (found, expected)]
+            both = [{**each, "rewards/accuracies": None} for each in (ours, expected)]
             assert both[0] == pytest.approx(both[1], abs=1e-5)
         torch.testing.assert_close(report["gradient"], one["gradient"], rtol=0.0, atol=1e-5)
     assert min(one["norms"]) > 0

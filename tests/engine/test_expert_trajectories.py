@@ -17,7 +17,7 @@ STEPS = 20 if ALL else 5
 @pytest.fixture(scope="module")
 def reports(ranks, model_directory, tmp_path_factory):
     """{(processes, stage): report of the run, with the directories of what it saved}."""
-    found = {}
+    by_place = {}
     for size, stage in PLACES:
         home = tmp_path_factory.mktemp(f"experts{size}{stage}")
         run = {
@@ -26,8 +26,8 @@ def reports(ranks, model_directory, tmp_path_factory):
             "lora": LORA | {"expert_lora_dim": LORA["lora_dim"]},
             **{"save_merged_to": str(home / "model"), "save_adapter_to": str(home / "adapter")},
         }
-        found[size, stage] = ranks(size).run("helpers.runs:train", **run)[0] | {"home": home}
-    return found
+        by_place[size, stage] = ranks(size).run("helpers.runs:train", **run)[0] | {"home": home}
+    return by_place
 
 
 def test_losses_agree_over_zero_stages_and_processes(reports):
@@ -50,7 +50,7 @@ def test_every_expert_that_was_chosen_has_learned(reports):
 
 
 def test_merged_models_agree_and_are_those_of_stock_peft(reports, model_directory):
-    found = {
+    tensors = {
         place: load_file(report["home"] / "model" / "model.safetensors")
         for place, report in reports.items()
     }
@@ -60,5 +60,5 @@ def test_merged_models_agree_and_are_those_of_stock_peft(reports, model_director
         whole = AutoModelForCausalLM.from_pretrained(report["home"] / "model")
         for name, tensor in whole.state_dict().items():
             torch.testing.assert_close(tensor, theirs.state_dict()[name], rtol=0, atol=1e-6)
-        for name, expected in found[PLACES[0]].items():
-            torch.testing.assert_close(found[place][name], expected, rtol=1e-4, atol=1e-4)
+        for name, expected in tensors[PLACES[0]].items():
+            torch.testing.assert_close(tensors[place][name], expected, rtol=1e-4, atol=1e-4)

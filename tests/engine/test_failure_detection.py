@@ -50,9 +50,7 @@ assert "torch" not in sys.modules
 class Launch:
     """So many processes of one host, or of hosts of one process each."""
 
-    def __init__(
-        self, *what, ranks=3, started=None, hosts=False, port=None, local="LOCAL_WORLD_SIZE"
-    ):
+    def __init__(self, *what, ranks=3, started=3, hosts=False, port=None, local="LOCAL_WORLD_SIZE"):
         self._what = what
         self._environment = {
             **{name: value for name, value in os.environ.items() if "MASTER" not in name},
@@ -62,20 +60,16 @@ class Launch:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port or free_port()),
         }
-        self.processes = []
-        for rank in range(ranks if started is None else started):
-            self.start(rank)
+        self.processes = [self.start(rank) for rank in range(min(ranks, started))]
 
     def start(self, rank):
-        """Add the process of a rank."""
-        self.processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, *self._what],
-                env={**self._environment, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        """The process of a rank."""
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, *self._what],
+            env={**self._environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def until_met(self):
@@ -114,52 +108,40 @@ def test_between_hosts_a_busy_port_is_an_error():
         assert "is in use" in launch.processes[0].communicate(timeout=20)[1]
 
 
-@pytest.mark.parametrize("hosts", [False, True])
-def test_an_error_of_any_process_is_said_once_and_ends_all(hosts):
-    codes, errors = Launch("fail", hosts=hosts).ends()
-    assert codes == [1, 1, 1]
-    assert errors == ["rank 1: error: the disk is full\n", "", ""]
+@pytest.mark.parametrize(
+    ("what", "hosts", "code", "line"),
+    [
+        ("fail", False, 1, "rank 1: error: the disk is full"),
+        ("fail", True, 1, "rank 1: error: the disk is full"),
+        # It reads like a lost peer's, and none is lost.
+        ("verdict", False, 1, "rank 1: error: RuntimeError: gloo: Connection closed"),
+        ("alike", False, 2, "error: all say this"),
+        ("raise", False, 1, "rank 1: error: KeyError: 'x'"),
+    ],
+)
+def test_an_error_of_any_process_is_said_once_and_ends_all(what, hosts, code, line):
+    codes, errors = Launch(what, hosts=hosts).ends(within=30)
+    assert codes == [code] * 3
+    assert errors[0] == f"{line}\n"
+    assert ("Traceback" in errors[1]) == (what in ("raise", "verdict"))
+    assert errors[2] == ""
 
 
-def test_an_error_that_reads_like_a_lost_peers_is_said_if_none_is_lost():
-    codes, errors = Launch("verdict").ends(within=30)
-    assert codes == [1, 1, 1]
-    assert errors[0] == "rank 1: error: RuntimeError: gloo: Connection closed\n"
-
-
-def test_where_all_fail_alike_the_first_speaks():
-    codes, errors = Launch("alike").ends()
-    assert codes == [2, 2, 2]
-    assert errors == ["error: all say this\n", "", ""]
-
-
-def test_an_error_that_nobody_caught_ends_all():
-    codes, errors = Launch("raise").ends()
-    assert codes == [1, 1, 1]
-    assert errors[0] == "rank 1: error: KeyError: 'x'\n"
-    assert "Traceback" in errors[1]
-
-
+@pytest.mark.parametrize(
+    ("number", "what", "reason"),
+    [
+        (signal.SIGKILL, "wait", "killed, or the network is cut"),
+        (signal.SIGSTOP, "silent", "not heard of for 1 s: stopped, or the network is cut"),
+    ],
+)
 @pytest.mark.parametrize("lost", [0, 1] if ALL else [1])
-def test_a_killed_process_ends_all_with_one_line(lost):
-    launch = Launch("wait")
+def test_a_lost_process_ends_all_with_one_line(lost, number, what, reason):
+    launch = Launch(what)
     launch.until_met()
-    launch.processes[lost].kill()
-    codes, errors = launch.ends(within=5)
+    launch.processes[lost].send_signal(number)
+    codes, errors = launch.ends(within=5 if number == signal.SIGKILL else 20)
     assert codes == [1 if rank != lost else -9 for rank in range(3)]
-    line = f"error: rank {lost} is gone (killed, or the network is cut)\n"
-    assert "".join(errors) == line
-
-
-@pytest.mark.parametrize("lost", [0, 1] if ALL else [1])
-def test_a_stopped_process_ends_all_after_the_timeout(lost):
-    launch = Launch("silent")
-    launch.until_met()
-    launch.processes[lost].send_signal(signal.SIGSTOP)
-    codes, errors = launch.ends(within=20)
-    assert codes == [1 if rank != lost else -9 for rank in range(3)]
-    assert "".join(errors).startswith(f"error: rank {lost} is gone (not heard of for 1 s")
-    assert "".join(errors).count("\n") == 1
+    assert "".join(errors) == f"error: rank {lost} is gone ({reason})\n"
 
 
 def test_all_that_are_stopped_together_go_on_together():
@@ -199,19 +181,16 @@ def test_strangers_are_turned_away():
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
-    launch.start(1)
+    launch.processes.append(launch.start(1))
     assert launch.ends() == ([0, 0], ["", ""])
 
 
-def test_the_first_process_of_a_container_has_no_parent(monkeypatch):
-    monkeypatch.setattr(os, "getppid", lambda: 0)
-    assert rendezvous._name_on_this_host().startswith("\0dschat_lora-0-")
-
-
-def test_a_launch_is_known_by_clock_ticks_and_not_by_the_time_of_day(monkeypatch):
+def test_a_launch_is_known_by_its_parent_if_any_and_not_by_the_time_of_day(monkeypatch):
     before = rendezvous._name_on_this_host()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert rendezvous._name_on_this_host() == before
+    monkeypatch.setattr(os, "getppid", lambda: 0)  # of a container's first process
+    assert rendezvous._name_on_this_host().startswith("\0dschat_lora-0-")
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "", "a" * 70 + ".invalid"])

@@ -14,7 +14,7 @@ STEPS = 20 if ALL else 5
 @pytest.fixture(scope="module")
 def reports(ranks, model_directory, tmp_path_factory):
     """{(processes, stage): report of the run, with the directory of its merged model}."""
-    found = {}
+    by_place = {}
     for size, stage in PLACES:
         merged = tmp_path_factory.mktemp(f"merged{size}{stage}") / "model"
         run = {
@@ -22,8 +22,8 @@ def reports(ranks, model_directory, tmp_path_factory):
             **{"micro": 4 // size, "accumulation": 2, "save_merged_to": str(merged)},
         }
         report = ranks(size).run("helpers.runs:train", **run)[0]
-        found[size, stage] = report | {"merged": merged}
-    return found
+        by_place[size, stage] = report | {"merged": merged}
+    return by_place
 
 
 @pytest.mark.thorough
@@ -41,9 +41,9 @@ def test_no_code_of_the_base_changes(reports):
 
 @pytest.mark.thorough
 def test_merged_models_agree_and_are_whole(reports):
-    found = [load_file(report["merged"] / "model.safetensors") for report in reports.values()]
-    for name, expected in found[0].items():
+    merged = [load_file(report["merged"] / "model.safetensors") for report in reports.values()]
+    for name, expected in merged[0].items():
         assert expected.is_floating_point(), name
-        for other in found[1:]:
+        for other in merged[1:]:
             torch.testing.assert_close(other[name], expected, rtol=1e-4, atol=1e-4)
     assert "quantization_config" not in (reports[1, 0]["merged"] / "config.json").read_text()

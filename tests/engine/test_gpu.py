@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -50,8 +51,6 @@ INSTALL = "pip install torch=={0} --index-url https://download.pytorch.org/whl/{
 OLDER = INSTALL.format("2.13.0+cu126", "cu126")
 NEWER = INSTALL.format("2.13.0+cu130", "cu130")
 UPDATE = "update the driver to"
-
-
 FROM_SITE = "install a CUDA build from pytorch.org"
 NO_ONE = (
     "no one build of torch serves compute capabilities 7.0 and 10.0: name cards of one of them in "
@@ -60,72 +59,56 @@ NO_ONE = (
 )
 
 
+NEEDS = "it is built for CUDA {}, which needs driver {} or newer"
+
+
 # What runs what: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 @pytest.mark.parametrize(
-    ("driver", "version", "cuda", "why", "remedy"),
+    ("cards", "version", "cuda", "needs", "remedy"),
     [
-        ("535.104.05", "2.13.0+cu130", "13.0", "needs driver 580", f"580 or newer or {OLDER}, or"),
-        ("570.86.15", "2.13.0+cu132", "13.2", "needs driver 580", f"580 or newer or {OLDER}, or"),
-        ("470.82.01", "2.13.0+cu130", "13.0", "needs driver 580", f"{UPDATE} 580 or newer, or c"),
-        ("470.82.01", "2.13.0+cu126", "12.6", "needs driver 525", f"{UPDATE} 525 or newer, or c"),
-        ("440.33.01", "2.6.0+cu118", "11.8", "needs driver 450", f"{UPDATE} 450 or newer, or c"),
-        ("535.104.05", "2.13.0+cpu", None, "built without CUDA", f": {OLDER}, or"),
-        ("580.65.06", "2.13.0+cpu", None, "built without CUDA", f": {NEWER}, or"),
+        ("535.104.05", "2.13.0+cu130", "13.0", 580, f"{UPDATE} 580 or newer or {OLDER}"),
+        ("570.86.15", "2.13.0+cu132", "13.2", 580, f"{UPDATE} 580 or newer or {OLDER}"),
+        ("470.82.01", "2.13.0+cu130", "13.0", 580, f"{UPDATE} 580 or newer"),
+        ("470.82.01", "2.13.0+cu126", "12.6", 525, f"{UPDATE} 525 or newer"),
+        ("440.33.01", "2.6.0+cu118", "11.8", 450, f"{UPDATE} 450 or newer"),
+        ("535.104.05", "2.13.0+cpu", None, None, OLDER),
+        ("470.82.01", "2.13.0+cpu", None, None, f"{UPDATE} 525 or newer and {OLDER}"),
+        ("570.86.15, 12.0", "2.13.0+cu130", "13.0", 580, f"{UPDATE} 580 or newer"),  # an RTX 5090
+        ("570.86.15, 9.0", "2.13.0+cu130", "13.0", 580, f"{UPDATE} 580 or newer or {OLDER}"),
+        ("570.86.15, [N/A]", "2.13.0+cu130", "13.0", 580, f"{UPDATE} 580 or newer or {OLDER}"),
+        ("535.104.05, 7.0", "2.13.0+cu130", "13.0", 580, OLDER),  # a V100, of which cu130 has none
+        ("470.82.01, 7.0", "2.13.0+cu130", "13.0", 580, f"{UPDATE} 525 or newer and {OLDER}"),
+        ("580.65.06, 7.0", "2.13.0+cpu", None, None, OLDER),
+        ("580.65.06, [N/A]", "2.13.0+cpu", None, None, NEWER),
+        ("580.65.06, 12.1", "2.13.0+cpu", None, None, NEWER),
+        ("570.86.15, 12.0", "2.13.0+cpu", None, None, f"{UPDATE} 580 or newer and {NEWER}"),
+        ("580.65.06, 8.0", "2.6.0+cpu", None, None, INSTALL.format("2.6.0+cu126", "cu126")),
+        ("580.65.06, 8.0", "2.9.0+cpu", None, None, INSTALL.format("2.9.0+cu130", "cu130")),
+        ("580.65.06, 10.0", "2.8.0+cpu", None, None, INSTALL.format(0, "cu130")),
+        ("580.65.06, 8.0", "2.14.0.dev20261101+cpu", None, None, f"{FROM_SITE} (cu130)"),
+        ("580.65.06, 8.0", "2.9.0a0+git1", None, None, f"{FROM_SITE} (cu130)"),
         (
-            *("470.82.01", "2.13.0+cpu", None, "built without CUDA"),
-            f": {UPDATE} 525 or newer and {OLDER}, or",
-        ),
-    ],
-)
-def test_a_driver_and_a_wheel_that_do_not_fit_are_named_with_the_remedy(
-    smi, monkeypatch, driver, version, cuda, why, remedy
-):
-    wheel(monkeypatch, version, cuda)
-    smi(f"{driver}\n{driver}")  # two cards
-    with pytest.raises(ValueError, match="sees no GPU") as caught:
-        gpu.usable(CPU)
-    words = str(caught.value)
-    assert f"driver {driver} is here" in words
-    assert f"torch {version}" in words
-    assert cuda is None or f"built for CUDA {cuda}" in words
-    assert why in words
-    assert remedy in words.replace("; ", ": ")
-    assert words.endswith("or compute on the CPU by DS_ACCELERATOR=cpu")
-
-
-@pytest.mark.parametrize(
-    ("cards", "version", "cuda", "remedy"),
-    [
-        ("570.86.15, 12.0", "2.13.0+cu130", "13.0", f"{UPDATE} 580 or newer"),  # an RTX 5090
-        ("570.86.15, 9.0", "2.13.0+cu130", "13.0", f"{UPDATE} 580 or newer or {OLDER}"),
-        ("570.86.15, [N/A]", "2.13.0+cu130", "13.0", f"{UPDATE} 580 or newer or {OLDER}"),
-        ("535.104.05, 7.0", "2.13.0+cu130", "13.0", OLDER),  # a V100, of which cu130 has none
-        ("470.82.01, 7.0", "2.13.0+cu130", "13.0", f"{UPDATE} 525 or newer and {OLDER}"),
-        ("580.65.06, 7.0", "2.13.0+cpu", None, OLDER),
-        ("580.65.06, [N/A]", "2.13.0+cpu", None, NEWER),
-        ("580.65.06, 12.1", "2.13.0+cpu", None, NEWER),
-        ("570.86.15, 12.0", "2.13.0+cpu", None, f"{UPDATE} 580 or newer and {NEWER}"),
-        ("580.65.06, 8.0", "2.6.0+cpu", None, INSTALL.format("2.6.0+cu126", "cu126")),
-        ("580.65.06, 8.0", "2.9.0+cpu", None, INSTALL.format("2.9.0+cu130", "cu130")),
-        (
-            *("580.65.06, 10.0", "2.8.0+cpu", None),
-            "pip install 'torch>=2.9' --index-url https://download.pytorch.org/whl/cu130",
-        ),
-        ("580.65.06, 8.0", "2.14.0.dev20261101+cpu", None, f"{FROM_SITE} (cu130)"),
-        ("580.65.06, 8.0", "2.9.0a0+git1", None, f"{FROM_SITE} (cu130)"),
-        (
-            *("470.82.01, 3.5", "2.13.0+cpu", None),
+            *("470.82.01, 3.5", "2.13.0+cpu", None, None),
             "use a card of compute capability 5.0 or above, which 3.5 is not",
         ),
-        ("580.65.06, 7.0\n580.65.06, 10.0", "2.13.0+cpu", None, NO_ONE),  # a V100 beside a B200
-        ("570.86.15, 10.0\n570.86.15, 7.0", "2.13.0+cu130", "13.0", NO_ONE),
+        ("580.65.06, 7.0\n580.65.06, 10.0", "2.13.0+cpu", None, None, NO_ONE),  # V100 beside B200
+        ("570.86.15, 10.0\n570.86.15, 7.0", "2.13.0+cu130", "13.0", 580, NO_ONE),
     ],
 )
-def test_the_remedy_fits_the_cards(smi, monkeypatch, cards, version, cuda, remedy):
+def test_a_driver_and_a_wheel_that_do_not_fit_are_named_with_the_remedy_for_the_cards(
+    smi, monkeypatch, cards, version, cuda, needs, remedy
+):
     wheel(monkeypatch, version, cuda)
-    smi(cards)
-    _, found = gpu.problem(CPU)
-    assert found == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
+    smi(cards if "\n" in cards else f"{cards}\n{cards}")  # two cards
+    why = "it is built without CUDA" if cuda is None else NEEDS.format(cuda, needs)
+    driver = cards.split(",")[0]
+    remedy = remedy.replace("torch==0", "'torch>=2.9'")  # the first that has the build
+    with pytest.raises(ValueError, match="sees no GPU") as caught:
+        gpu.usable(CPU)
+    assert str(caught.value) == (
+        f"torch {version} sees no GPU, though NVIDIA driver {driver} is here: {why}; {remedy}, or "
+        "compute on the CPU by DS_ACCELERATOR=cpu"
+    )
 
 
 def test_a_driver_that_knows_no_compute_capability_is_asked_without(smi, monkeypatch, tmp_path):
@@ -133,8 +116,8 @@ def test_a_driver_that_knows_no_compute_capability_is_asked_without(smi, monkeyp
     smi("")
     script = '#!/bin/sh\ncase "$1" in *compute_cap*) echo Field is not valid; exit 2;; esac\n'
     (tmp_path / "nvidia-smi").write_text(f"{script}echo 470.82.01\n")
-    found, _ = gpu.problem(CPU)
-    assert "NVIDIA driver 470.82.01 is here" in found
+    reason, _ = gpu.problem(CPU)
+    assert "NVIDIA driver 470.82.01 is here" in reason
 
 
 @pytest.mark.parametrize(("driver", "cuda"), [("525.60.13", "12.9"), ("580.65.06", "13.0")])
@@ -147,9 +130,9 @@ def test_a_driver_that_is_new_enough_is_not_blamed(smi, monkeypatch, driver, cud
     monkeypatch.setattr(torch.cuda, "init", fail)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     smi(driver)
-    found, remedy = gpu.problem(CPU)
-    assert "needs driver" not in found
-    assert found.endswith("(CUDA unknown error - this may be due to; CUDA_VISIBLE_DEVICES=7)")
+    reason, remedy = gpu.problem(CPU)
+    assert "needs driver" not in reason
+    assert reason.endswith("(CUDA unknown error - this may be due to; CUDA_VISIBLE_DEVICES=7)")
     assert "nvidia-smi" in remedy
 
 
@@ -160,8 +143,8 @@ def test_a_driver_in_the_kernel_that_shows_no_card_asks_for_one(smi, monkeypatch
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text(f"{module}GCC version:  gcc version 13.3.0\n")
-    found, remedy = gpu.problem(CPU)
-    assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no card" in found
+    reason, remedy = gpu.problem(CPU)
+    assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no card" in reason
     assert "--gpus all" in remedy
     assert "restart" not in remedy
 
@@ -172,9 +155,10 @@ def test_files_of_cards_that_nvidia_smi_does_not_show_ask_for_one_too(smi, monke
     smi("No devices were found", code=6)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    monkeypatch.setattr(gpu, "_reason", lambda: "no CUDA-capable device is detected")
-    found, remedy = gpu.problem(CPU)
-    assert "no card is shown here (no CUDA-capable device is detected)" in found
+    init = mock.Mock(side_effect=RuntimeError("no CUDA-capable device is detected"))
+    monkeypatch.setattr(torch.cuda, "init", init)
+    reason, remedy = gpu.problem(CPU)
+    assert "no card is shown here (no CUDA-capable device is detected)" in reason
     assert "--gpus all" in remedy
     assert "--gres=gpu:1" in remedy
     assert "see what nvidia-smi shows" in remedy
@@ -344,16 +328,16 @@ def test_lacking_kernels_are_in_the_build_for_the_card(
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
-    _, found = gpu.problem(torch.device("cuda", 0))
-    assert found == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
+    _, advice = gpu.problem(torch.device("cuda", 0))
+    assert advice == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
     other = {0: capability, 1: (7, 0) if capability > (9, 0) else (10, 0)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda d: other[getattr(d, "index", d)]
     )
     gpu._lacking_kernels.cache_clear()
-    _, found = gpu.problem(torch.device("cuda", 0))
-    assert ("no one build of torch serves" in found) == ("newer torch" not in remedy)
+    _, advice = gpu.problem(torch.device("cuda", 0))
+    assert ("no one build of torch serves" in advice) == ("newer torch" not in remedy)
 
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -369,43 +353,29 @@ def allocator(monkeypatch):
         monkeypatch.delenv(name)
 
 
+REFUSED = "the GPU refuses expandable segments, without which memory may be fragmented"
+FULL = "CUDA out of memory. Tried to allocate 64.00 MiB"
+FILLED = "another program fills the GPU, where expandable segments cannot be tried"
+
+
 @pytest.mark.parametrize(
     ("trial", "said"),
     [
-        (REFUSES, "CUDA driver error: operation not supported"),
-        ("import os, sys; sys.stderr.close(); os.abort()", "exit code -6"),
-        ("import time; time.sleep(60)", "no answer in 0.5 s"),
+        (REFUSES, f"{REFUSED}: CUDA driver error: operation not supported"),
+        ("import os, sys; sys.stderr.close(); os.abort()", f"{REFUSED}: exit code -6"),
+        ("import time; time.sleep(60)", f"{REFUSED}: no answer in 0.5 s"),
+        (f"import sys; sys.exit({FULL!r})", f"{FILLED}: {FULL}"),
+        (f"import sys; assert sys.argv[1] == 'cuda:3'; {WANTS}", None),
     ],
-    ids=["refused", "aborted", "hung"],
+    ids=["refused", "aborted", "hung", "full", "extended"],
 )
-def test_segments_that_another_process_cannot_extend_stay_of_a_fixed_size(
+def test_segments_are_extended_where_a_trial_with_them_on_this_gpu_succeeds(
     allocator, monkeypatch, trial, said
 ):
     monkeypatch.setattr(gpu, "TRIAL", trial)
     monkeypatch.setattr(gpu, "_TRIAL_SECONDS", 0.5 if "sleep" in trial else 60)
-    note = gpu.allow_expandable_segments(1)
-    assert note.endswith(f": {said}")
-    assert "expandable segments" in note
-    assert "\n" not in note
-    assert ALLOCATOR not in os.environ
-
-
-def test_a_trial_that_finds_the_gpu_full_does_not_blame_the_gpu(allocator, monkeypatch):
-    full = "CUDA out of memory. Tried to allocate 64.00 MiB"
-    monkeypatch.setattr(gpu, "TRIAL", f"import sys; sys.exit({full!r})")
-    note = gpu.allow_expandable_segments(0)
-    assert note.startswith("another program fills the GPU")
-    assert "refuses" not in note
-    assert note.endswith(f": {full}")
-    assert ALLOCATOR not in os.environ
-
-
-def test_segments_are_extended_where_the_trial_with_them_on_this_gpu_succeeds(
-    allocator, monkeypatch
-):
-    monkeypatch.setattr(gpu, "TRIAL", f"import sys; assert sys.argv[1] == 'cuda:3'; {WANTS}")
-    assert gpu.allow_expandable_segments(3) is None
-    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+    assert gpu.allow_expandable_segments(3) == said
+    assert os.environ.get(ALLOCATOR) == (None if said else "expandable_segments:True")
 
 
 @pytest.mark.parametrize("name", [ALLOCATOR, "PYTORCH_ALLOC_CONF"])
@@ -413,8 +383,8 @@ def test_a_setting_of_the_users_is_left_alone(allocator, monkeypatch, name):
     monkeypatch.setattr(gpu, "TRIAL", REFUSES)
     monkeypatch.setenv(name, "max_split_size_mb:512")
     assert gpu.allow_expandable_segments(0) is None
-    found = [os.environ[each] for each in (ALLOCATOR, "PYTORCH_ALLOC_CONF") if each in os.environ]
-    assert found == ["max_split_size_mb:512"]
+    kept = [os.environ[each] for each in (ALLOCATOR, "PYTORCH_ALLOC_CONF") if each in os.environ]
+    assert kept == ["max_split_size_mb:512"]
 
 
 def test_the_trial_says_why_in_one_line():

@@ -20,15 +20,15 @@ def layers(*, bias=True, frozen=False):
 @pytest.mark.parametrize("frozen", [True, False])
 def test_values_and_gradients_are_those_of_torch(shape, bias, frozen):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = []
+    results = []
     for free in (False, True):
         model, given = layers(bias=bias, frozen=frozen), x.clone().requires_grad_()
         if free:
             free_between_passes(model)
         output = model(given)
         output.square().sum().backward()
-        found.append([output, given.grad, *(p.grad for p in model.parameters())])
-    for expected, ours in zip(*found, strict=True):
+        results.append([output, given.grad, *(p.grad for p in model.parameters())])
+    for expected, ours in zip(*results, strict=True):
         assert (expected is None) == (ours is None)
         if expected is not None:
             torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)

@@ -19,8 +19,8 @@ def test_processes_meet_although_the_wanted_port_is_taken(fresh_ranks, size):
         other.bind(("", 0))
         other.listen()
         busy = str(other.getsockname()[1])
-        found = fresh_ranks(size, MASTER_PORT=busy).run("engine.test_port:summed_ranks", timeout=60)
-    assert found == [size * (size + 1) / 2] * size
+        sums = fresh_ranks(size, MASTER_PORT=busy).run("engine.test_port:summed_ranks", timeout=60)
+    assert sums == [size * (size + 1) / 2] * size
 
 
 def test_a_second_launch_by_one_parent_does_not_meet_at_the_first_ones_port(fresh_ranks, tmp_path):

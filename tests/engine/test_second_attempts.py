@@ -72,17 +72,17 @@ def events(report):
     ],
 )
 def test_a_pass_that_one_rank_makes_again_changes_nothing(run, size, options, failing):
-    found = run(size, *options, failing=(failing,), on_rank=size - 1)
+    reports = run(size, *options, failing=(failing,), on_rank=size - 1)
     expected = run(size, *options)
     kind = failing.split()[0]
-    assert found[-1]["passes"][kind] > expected[-1]["passes"][kind]
-    for mine, other in zip(found, expected, strict=True):
+    assert reports[-1]["passes"][kind] > expected[-1]["passes"][kind]
+    for mine, other in zip(reports, expected, strict=True):
         assert mine["steps"] == other["steps"]
         assert mine["texts"] == other["texts"]
         for role, trained in other["trained"].items():
             for name, values in trained.items():
                 assert torch.equal(mine["trained"][role][name], values), (role, name)
-    assert [each.split(":")[0] for each in events(found[0])] == [
+    assert [each.split(":")[0] for each in events(reports[0])] == [
         "the GPU had no room to train beside what decoding keeps"
     ]
     assert events(expected[0]) == []

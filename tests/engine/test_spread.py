@@ -55,23 +55,12 @@ def test_rows_are_few_and_each_is_there_once(name, monkeypatch):
     assert spread.ALL or len(rows) <= first * second + 3
 
 
-def test_pairwise_leaves_out_what_may_not_be(monkeypatch):
+def test_pairwise_takes_the_rows_asked_for_first_and_leaves_out_what_may_not_be(monkeypatch):
     monkeypatch.setattr(spread, "ALL", False)
-    factors = {"a": (1, 2), "b": (1, 2), "c": (1, 2)}
-    rows = pairwise(factors, lambda row: (row["a"], row["b"]) != (1, 2))
+    factors, first = {"a": (1, 2), "b": (1, 2), "c": (1, 2)}, {"a": 2, "b": 1, "c": 2}
+    rows = pairwise(factors, lambda row: (row["a"], row["b"]) != (1, 2), rows=[first])
+    assert rows[0] == first
     assert missing_pairs(factors, rows) == {("a", 1, "b", 2)}
-
-
-def test_pairwise_begins_with_the_rows_asked_for(monkeypatch):
-    monkeypatch.setattr(spread, "ALL", False)
-    factors = {"a": (1, 2), "b": (1, 2), "c": (1, 2)}
-    rows = pairwise(factors, rows=[{"a": 2, "b": 1, "c": 2}])
-    assert rows[0] == {"a": 2, "b": 1, "c": 2}
-    assert missing_pairs(factors, rows) == set()
-    assert len(rows) < 8
-
-
-def test_all_are_taken_where_all_are_asked_for(monkeypatch):
+    assert len(rows) < 6
     monkeypatch.setattr(spread, "ALL", True)
-    rows = pairwise({"a": (1, 2), "b": (1, 2), "c": (1, 2)}, lambda row: row["c"] != row["a"])
-    assert len(rows) == 4
+    assert len(pairwise(factors, lambda row: row["c"] != row["a"])) == 4

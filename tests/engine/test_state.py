@@ -1,6 +1,7 @@
 """What an engine has learnt goes from any ZeRO stage and size to any other, bit for bit."""
 
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,20 +39,18 @@ TOLERANCE = {"adapters in fp32": 1e-5, "every weight in fp32": 1e-5}
 @pytest.fixture(scope="module")
 def carried(ranks, model_directory):
     """``carried(case, size)``: the reports of :func:`helpers.states.carry`, from rank 0."""
-    done = {}
 
+    @cache
     def of(case, size):
-        if (case, size) not in done:
-            stages, common, overflow_at = CASES[case]
-            done[case, size] = ranks(size).run(
-                "helpers.states:carry",
-                path=model_directory("opt"),
-                holders=[{"stage": stage} for stage in stages],
-                common=common,
-                overflow_at=overflow_at,
-                further=FURTHER[case],
-            )[0]
-        return done[case, size]
+        stages, common, overflow_at = CASES[case]
+        return ranks(size).run(
+            "helpers.states:carry",
+            path=model_directory("opt"),
+            holders=[{"stage": stage} for stage in stages],
+            common=common,
+            overflow_at=overflow_at,
+            further=FURTHER[case],
+        )[0]
 
     return of
 
@@ -80,50 +79,38 @@ every_case = pytest.mark.parametrize("case", CASES if ALL else ["adapters in fp3
 
 
 @every_place
-def test_state_passes_through_every_stage_bit_for_bit(carried, case, size):
+def test_state_and_model_pass_through_every_stage_bit_for_bit(carried, case, size):
     first, *others = carried(case, size)
-    trained = first["facts"]["optimizer_steps"]
-    assert set(trained.values()) == {3 - len(CASES[case][2])}
+    steps = first["facts"]["optimizer_steps"]
+    assert set(steps.values()) == {3 - len(CASES[case][2])}
     kinds = ("weight", "exp_avg", "exp_avg_sq")
-    assert first["tensors"].keys() == {f"{kind}:{name}" for kind in kinds for name in trained}
+    assert first["tensors"].keys() == {f"{kind}:{name}" for kind in kinds for name in steps}
     assert all(tensor.dtype == torch.float32 for tensor in first["tensors"].values())
+    for name in steps:
+        # Of 16-bit weights, the state holds the fp32 masters.
+        weight = first["tensors"][f"weight:{name}"].to(first["model"][name].dtype)
+        assert torch.equal(first["model"][name], weight), name
     for report in others:
         assert_same_state(report, first)
-
-
-@every_place
-def test_model_itself_becomes_the_one_that_was_saved(carried, case, size):
-    first, *others = carried(case, size)
-    for name in first["facts"]["optimizer_steps"]:
-        weight = first["tensors"][f"weight:{name}"]
-        # Of 16-bit weights, the state holds the fp32 masters.
-        assert torch.equal(first["model"][name], weight.to(first["model"][name].dtype)), name
-    for report in others:
         assert_same_tensors(report["model"], first["model"])
 
 
 @every_place
-def test_same_stage_and_size_go_on_to_the_bit_as_if_never_stopped(carried, case, size):
-    first, *_, last = carried(case, size)
+def test_same_stage_goes_on_to_the_bit_and_others_with_the_same_losses(carried, case, size):
+    first, *others = carried(case, size)
+    last = others[-1]
     assert last["further"] == first["further"]
     assert_same_state(last["later"], first["later"])
-    assert set(last["later"]["facts"]["optimizer_steps"].values()) == {
-        3 - len(CASES[case][2]) + FURTHER[case]
-    }
+    steps = 3 - len(CASES[case][2]) + FURTHER[case]
+    assert set(last["later"]["facts"]["optimizer_steps"].values()) == {steps}
     weights = [key for key in first["tensors"] if key.startswith("weight")]
     assert not all(torch.equal(first["tensors"][k], last["later"]["tensors"][k]) for k in weights)
-
-
-@every_place
-def test_other_stages_go_on_with_the_same_losses(carried, case, size):
-    first, *others = carried(case, size)
+    expected, *_ = zip(*first["further"], strict=True)
     for report in others:
-        losses = [loss for loss, _, _ in report["further"]]
-        assert losses == pytest.approx(
-            [loss for loss, _, _ in first["further"]], abs=TOLERANCE.get(case, 1e-2)
-        )
+        losses, *_ = zip(*report["further"], strict=True)
+        assert losses == pytest.approx(expected, abs=TOLERANCE.get(case, 1e-2))
         # Nothing was rounded yet where the first of them is computed.
-        assert losses[0] == pytest.approx(first["further"][0][0], abs=1e-5)
+        assert losses[0] == pytest.approx(expected[0], abs=1e-5)
 
 
 @both_sizes

@@ -78,16 +78,16 @@ def test_step_reads_one_number_and_that_after_all_else(ranks, size, dtype, limit
 
 def repeatable_passes(stages, timed):
     """Whether engines of these ZeRO stages repeat forward and backward passes."""
-    found = []
+    repeated = []
     for stage in stages:
         model = Toy()
         json = {"wall_clock_breakdown": True} if timed else {}
         settings = engine_settings(stage=stage, deepspeed_json=json)
         shard_model(model, settings)
         engine = TrainEngine(model, toy_groups(model), settings)
-        found.append((engine.repeats_forward, engine.repeats_backward))
+        repeated.append((engine.repeats_forward, engine.repeats_backward))
         release(engine)
-    return found
+    return repeated
 
 
 def test_passes_are_repeated_where_deepspeed_keeps_nothing_of_them(ranks):
@@ -181,8 +181,8 @@ def test_loss_scale_leaves_the_moments_alone(ranks):
     ((plain,), (scaled,)) = (
         ranks(1).run("engine.test_step:moments", dtype=d) for d in ("fp32", "fp16")
     )
-    for expected, found in zip(plain, scaled, strict=True):
-        torch.testing.assert_close(found, expected)
+    for expected, ours in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 class Partly(nn.Module):
@@ -237,14 +237,14 @@ def sums_in_pieces(limits):
     """Gradients of one step with buckets of so many elements."""
     from dschat_lora.engine import build
 
-    found, usual = [], build.BUCKET_SIZE
+    weights, usual = [], build.BUCKET_SIZE
     for build.BUCKET_SIZE in limits:
         holder = ToyModel(stage=0)
         holder.train(0, 1)
-        found.append([p.detach().clone() for p in holder.model.parameters()])
+        weights.append([p.detach().clone() for p in holder.model.parameters()])
         release(holder.engine)
     build.BUCKET_SIZE = usual
-    return found
+    return weights
 
 
 def test_gradients_are_the_same_in_buckets_of_any_size(ranks):

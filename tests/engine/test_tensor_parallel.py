@@ -1,5 +1,7 @@
 """Training by processes that share a model: the losses, replicas and files of one process."""
 
+from functools import cache
+
 import peft
 import pytest
 import torch
@@ -36,21 +38,17 @@ def reports(ranks, size, path, layouts, **common):
 @pytest.fixture(scope="module")
 def runs(ranks, model_directory):
     """``runs(kind, dtype)``: (report of one process, those of every rank), of each layout."""
-    done = {}
 
+    @cache
     def of(kind, dtype="fp32"):
-        if (kind, dtype) not in done:
-            path, steps = model_directory(kind), STEPS if kind == "opt" else 2
+        path, compared = model_directory(kind), []
+        layouts = [(2, TWO if dtype == "fp32" else TWO[1:], STEPS if kind == "opt" else 2)]
+        layouts += [(4, FOUR, 2)] * (ALL and (kind, dtype) == ("opt", "fp32"))
+        for size, some, steps in layouts:
             options = {"dtype": dtype, "steps": steps}
             ((one,),) = reports(ranks, 1, path, [{"micro": 4}], **options)
-            shared = reports(ranks, 2, path, TWO if dtype == "fp32" else TWO[1:], **options)
-            done[kind, dtype] = [(one, each) for each in shared]
-            if ALL and (kind, dtype) == ("opt", "fp32"):
-                options["steps"] = 2
-                ((one,),) = reports(ranks, 1, path, [{"micro": 4}], **options)
-                shared = reports(ranks, 4, path, FOUR, **options)
-                done[kind, dtype] += [(one, each) for each in shared]
-        return done[kind, dtype]
+            compared += [(one, each) for each in reports(ranks, size, path, some, **options)]
+        return compared
 
     return of
 
@@ -59,9 +57,14 @@ def runs(ranks, model_directory):
     ("kind", "dtype"),
     [*((kind, "fp32") for kind in (KINDS if ALL else KINDS[:1])), *HALF],
 )
-def test_losses_norms_and_adapters_do_not_depend_on_how_the_model_is_shared(runs, kind, dtype):
+def test_ranks_agree_to_the_bit_and_losses_norms_and_adapters_are_those_of_one_process(
+    runs, kind, dtype
+):
     atol = TOLERANCE[dtype]
-    for one, (first, *_) in runs(kind, dtype):
+    for one, (first, *others) in runs(kind, dtype):
+        assert [report["unlike"] for report in (first, *others)] == [[]] * (1 + len(others))
+        for other in others:
+            assert (other["losses"], other["norms"]) == (first["losses"], first["norms"])
         assert max(one["losses"]) - min(one["losses"]) > 10 * TOLERANCE["fp32"]
         assert first["losses"] == pytest.approx(one["losses"], abs=atol)
         assert first["norms"] == pytest.approx(one["norms"], abs=2 * atol)
@@ -74,19 +77,6 @@ def test_losses_norms_and_adapters_do_not_depend_on_how_the_model_is_shared(runs
 def test_clipping_changes_the_runs_that_are_compared(runs):
     for one, _ in runs("opt"):
         assert sum(norm > RUN["max_grad_norm"] for norm in one["norms"]) >= 2
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("opt", "fp32"), *HALF])
-def test_what_every_rank_holds_stays_the_same_bits_on_all(runs, kind, dtype):
-    for _, every in runs(kind, dtype):
-        assert [report["unlike"] for report in every] == [[]] * len(every)
-
-
-def test_all_ranks_report_the_same_losses_and_norms(runs):
-    for _, (first, *others) in runs("opt"):
-        for other in others:
-            assert other["losses"] == first["losses"]
-            assert other["norms"] == first["norms"]
 
 
 @pytest.mark.thorough
@@ -178,10 +168,10 @@ def test_adapters_of_stock_peft_come_and_go_through_a_shared_model(
             expected.append(theirs(input_ids=torch.tensor(ids)).logits)
         theirs.save_pretrained(tmp_path / name)
         pairs.append((str(tmp_path / name), str(tmp_path / f"{name} again")))
-    for found in ranks(2).run(
+    for ours in ranks(2).run(
         "helpers.tensor_parallel_runs:through", path=path, pairs=pairs, ids=ids
     ):
-        for logits, wanted in zip(found, expected, strict=True):
+        for logits, wanted in zip(ours, expected, strict=True):
             assert logits.shape[-1] == VOCAB
             torch.testing.assert_close(logits, wanted, rtol=0.0, atol=1e-5)
     for (_, written), wanted in zip(pairs, expected, strict=True):
@@ -194,10 +184,10 @@ def test_adapters_of_stock_peft_come_and_go_through_a_shared_model(
 
 def test_fingerprints_do_not_depend_on_how_the_model_is_shared(ranks, model_directory):
     for kind in ("gpt2", "llama"):
-        found = ranks(2).run(
+        hashes = ranks(2).run(
             "helpers.tensor_parallel_runs:fingerprints", path=model_directory(kind), sizes=[1, 2]
         )[0]
-        assert found[0] == found[1]
+        assert hashes[0] == hashes[1]
 
 
 def test_merged_model_of_a_shared_one_is_that_of_one_process(ranks, model_directory, tmp_path):

@@ -66,7 +66,7 @@ def runs(ranks, home, family):
 
     @cache
     def of(stage):
-        found = {}
+        by_layout = {}
         for size, layouts in ((1, ["whole"]), (2, list(LAYOUTS))):
             results = ranks(size).run(
                 "helpers.tensor_parallel_roles:train_pairs_many",
@@ -77,8 +77,12 @@ def runs(ranks, home, family):
             )
             for layout, reports in zip(layouts, zip(*results, strict=True), strict=True):
                 lines = json.loads(reports[0]["lines"])
-                found[layout] = lines, [r["unlike"] for r in reports], home / f"{stage}-{layout}"
-        return found
+                by_layout[layout] = (
+                    lines,
+                    [r["unlike"] for r in reports],
+                    home / f"{stage}-{layout}",
+                )
+        return by_layout
 
     return of
 
@@ -88,13 +92,13 @@ FIGURES = ("step", "loss", "accuracy", "margin", "grad_norm", "samples", "chosen
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_losses_on_pairs_are_those_of_one_process(runs, stage):
-    found = runs(stage)
-    expected = found["whole"][0]
+    reports = runs(stage)
+    expected = reports["whole"][0]
     losses = [line["loss"] for line in expected if line["kind"] == "train"]
     assert len(losses) == STEPS
     # The agreement says something only where training moves the loss much further.
     assert max(losses) - min(losses) > 1e-2
-    for lines, _, _ in (found[layout] for layout in LAYOUTS):
+    for lines, _, _ in (reports[layout] for layout in LAYOUTS):
         assert [line["kind"] for line in lines] == [line["kind"] for line in expected]
         for ours, theirs in zip(lines, expected, strict=True):
             names = [name for name in FIGURES if name in theirs]
@@ -115,21 +119,14 @@ def test_answers_of_ranks_that_share_tokens_are_those_of_one_process(runs):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_every_rank_holds_stays_the_same_bits_on_pairs(runs, stage):
+def test_ranks_hold_the_same_bits_and_write_whole_adapters(runs, stage):
     """The score head among it, which trains on every rank."""
-    for layout, (_, unlike, _) in runs(stage).items():
-        assert unlike == [[]] * (1 if layout == "whole" else 2)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_adapters_written_by_ranks_that_divide_a_model_are_whole(runs, stage):
-    found = {
-        layout: load_file(directory / "adapter" / "adapter_model.safetensors")
-        for layout, (_, _, directory) in runs(stage).items()
-    }
-    expected = found.pop("whole")
+    path = "adapter/adapter_model.safetensors"
+    expected = load_file(runs(stage)["whole"][2] / path)
     assert expected
-    for tensors in found.values():
+    for layout, (_, unlike, directory) in runs(stage).items():
+        assert unlike == [[]] * (1 if layout == "whole" else 2)
+        tensors = load_file(directory / path)
         assert tensors.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(tensors[name], value, rtol=1e-5, atol=1e-5)

@@ -51,7 +51,7 @@ def reports(ranks, tmp_path_factory):
 
     @cache
     def of():
-        found = {}
+        by_layout = {}
         for size, layouts in ((1, ["whole"]), (2, list(LAYOUTS))):
             results = ranks(size).run(
                 "helpers.tensor_parallel_roles:train_roles_many",
@@ -64,8 +64,8 @@ def reports(ranks, tmp_path_factory):
                 ],
             )
             for layout, each in zip(layouts, zip(*results, strict=True), strict=True):
-                found[layout] = [report | {"out": home / layout} for report in each]
-        return found
+                by_layout[layout] = [report | {"out": home / layout} for report in each]
+        return by_layout
 
     return of
 
@@ -78,88 +78,58 @@ FIGURES = """
 """.split()
 
 
-def test_steps_of_a_divided_model_are_those_of_a_whole_one(reports):
-    expected = reports()["whole"][0]
-    values = [step["value_loss"] for step in expected["steps"]]
-    assert len(values) == STEPS
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_and_log_of_a_divided_model_are_those_of_a_whole_one(reports, layout):
+    (whole,) = reports()["whole"]
+    values = [step["value_loss"] for step in whole["steps"]]
     # The agreement says something only where training moves the loss much further.
     assert max(values) - min(values) > 1e-2
-    for layout in LAYOUTS:
-        for report in reports()[layout]:
-            assert len(report["steps"]) == STEPS
-            for ours, theirs in zip(report["steps"], expected["steps"], strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    for report in reports()[layout]:
+        assert len(report["steps"]) == STEPS
+        for ours, theirs in zip(report["steps"], whole["steps"], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    lines, expected = (json.loads(each["lines"]) for each in (reports()[layout][0], whole))
+    for ours, theirs in zip(lines, expected, strict=True):
+        numbers = {n: theirs[n] for n in FIGURES if isinstance(theirs.get(n), float)}
+        assert {n: ours[n] for n in numbers} == pytest.approx(numbers, abs=2e-5, rel=1e-5)
+        others = {n: theirs[n] for n in FIGURES if n in theirs and n not in numbers}
+        assert {n: ours[n] for n in others} == others
 
 
-def test_log_of_a_divided_run_is_that_of_a_whole_one(reports):
-    expected = json.loads(reports()["whole"][0]["lines"])
-    for layout in LAYOUTS:
-        lines = json.loads(reports()[layout][0]["lines"])
-        assert len(lines) == len(expected)
-        for ours, theirs in zip(lines, expected, strict=True):
-            names = [name for name in FIGURES if name in theirs]
-            numbers = [n for n in names if isinstance(theirs[n], float)]
-            assert [ours[n] for n in names if n not in numbers] == [
-                theirs[n] for n in names if n not in numbers
-            ]
-            assert [ours[n] for n in numbers] == pytest.approx(
-                [theirs[n] for n in numbers], abs=2e-5, rel=1e-5
-            )
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_of_a_model_draw_the_same_bits_and_hold_them_after_every_step(reports, layout):
+    """Factors and the head of the critic among it, which train on every rank.
 
-
-def test_ranks_of_a_model_draw_the_same_bits_and_the_tokens_of_a_whole_one(reports):
-    (whole,) = reports()["whole"]
-    ends = [tokens[-1] == 2 for drawn in whole["drawn"] for tokens, _ in drawn]
+    A reward function is asked once about each response: answers that differ from call to call
+    would drive the ranks of a model apart.
+    """
+    (whole,), every = reports()["whole"], reports()[layout]
+    tokens = [[tokens for tokens, _ in drawn] for drawn in whole["drawn"]]
+    ends = [each[-1] == 2 for drawn in tokens for each in drawn]
     assert 0 < sum(ends) < len(ends)
-    for layout in LAYOUTS:
-        first, second = reports()[layout]
-        assert first["drawn"] == second["drawn"]
-        assert [[tokens for tokens, _ in drawn] for drawn in first["drawn"]] == [
-            [tokens for tokens, _ in drawn] for drawn in whole["drawn"]
-        ]
+    assert whole["asked"] == len(ends)
+    for report in every:
+        assert report["drawn"] == every[0]["drawn"]
+        assert [[tokens for tokens, _ in drawn] for drawn in report["drawn"]] == tokens
+        assert report["watched"] == 2 * STEPS
+        assert report["unlike"] == report["changed"] == []
+        assert 0 < report["asked"] < len(ends)
+    assert sum(report["asked"] for report in every) == len(ends)
 
 
-def test_what_every_rank_holds_stays_the_same_bits_after_every_step(reports):
-    """Factors and the head of the critic among it, which train on every rank."""
-    for layout in LAYOUTS:
-        for report in reports()[layout]:
-            assert report["watched"] == 2 * STEPS
-            assert report["unlike"] == []
-            assert report["changed"] == []
-
-
-def test_a_reward_function_is_asked_once_about_each_response(reports):
-    """Answers that differ from call to call would drive the ranks of a model apart."""
-    (whole,) = reports()["whole"]
-    assert whole["asked"] == sum(len(drawn) for drawn in whole["drawn"])
-    for layout in LAYOUTS:
-        asked = [report["asked"] for report in reports()[layout]]
-        assert sum(asked) == whole["asked"]
-        assert min(asked) > 0
-
-
-def test_tensors_written_by_ranks_that_divide_a_model_are_whole(reports):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_and_counts_that_ranks_write_are_those_of_a_whole_model(reports, layout):
+    out, whole = (reports()[each][0]["out"] for each in (layout, "whole"))
     for role in ("actor", "critic", "actor_ema"):
         path = Path(role) / "adapter" / "adapter_model.safetensors"
-        expected = load_file(reports()["whole"][0]["out"] / path)
-        assert expected
-        for layout in LAYOUTS:
-            tensors = load_file(reports()[layout][0]["out"] / path)
-            assert tensors.keys() == expected.keys()
-            for name, value in expected.items():
-                torch.testing.assert_close(tensors[name], value, rtol=1e-5, atol=1e-5)
-
-
-def test_parameters_are_counted_as_those_of_a_whole_model(reports):
-    counts = {
-        layout: json.loads((each[0]["out"] / "run.json").read_text(encoding="utf-8"))
-        for layout, each in reports().items()
-    }
-    for layout in LAYOUTS:
-        assert counts[layout]["parameters"] == counts["whole"]["parameters"]
-        ours, theirs = counts[layout]["phases"], counts["whole"]["phases"]
-        for name in theirs:
-            assert ours[name]["flops"] == pytest.approx(theirs[name]["flops"])
+        tensors, expected = load_file(out / path), load_file(whole / path)
+        assert tensors.keys() == expected.keys() != set()
+        for name, value in expected.items():
+            torch.testing.assert_close(tensors[name], value, rtol=1e-5, atol=1e-5)
+    ours, theirs = (json.loads((each / "run.json").read_text("utf-8")) for each in (out, whole))
+    assert ours["parameters"] == theirs["parameters"]
+    for name, phase in theirs["phases"].items():
+        assert ours["phases"][name]["flops"] == pytest.approx(phase["flops"])
 
 
 # ---------------------------------------------------------------------------- decoding
@@ -183,19 +153,13 @@ def decoded(ranks, model_directory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_with_and_without_a_cache_is_that_of_a_whole_model(decoded, kind):
     whole, reports = decoded()[kind]
-    lengths = {len(tokens) for tokens in whole["cached"][0]}
-    assert len(lengths) > 1  # some end early
-    for way in ("cached", "recomputed"):
-        first, second = (report[way] for report in reports)
-        assert first == second
-        assert first[0] == whole["cached"][0]
-        for ours, theirs in zip(first[1], whole["cached"][1], strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_quick_divided_layers_compute_what_slow_and_whole_ones_do(decoded, kind):
-    whole, reports = decoded()[kind]
+    assert len({len(tokens) for tokens in whole["cached"][0]}) > 1  # some end early
     for report in reports:
+        for way in ("cached", "recomputed"):
+            tokens, logprobs = report[way]
+            assert (tokens, logprobs) == reports[0][way]
+            assert tokens == whole["cached"][0]
+            for ours, theirs in zip(logprobs, whole["cached"][1], strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-4)
         for way in ("slow", "quick"):
             torch.testing.assert_close(report[way], whole["slow"], rtol=0.0, atol=1e-5)

@@ -103,6 +103,6 @@ def test_a_convolution_whose_weight_another_module_reads(ranks):
     states = model(STATES)
     states.square().sum().backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.requires_grad]).norm()
-    for found in ranks(2).run("engine.test_zero3_weights:states_and_norm"):
+    for sums in ranks(2).run("engine.test_zero3_weights:states_and_norm"):
         # Both ranks bring the same rows.
-        assert found == pytest.approx((states.sum().item(), 2 * norm.item()), rel=1e-5)
+        assert sums == pytest.approx((states.sum().item(), 2 * norm.item()), rel=1e-5)

@@ -38,9 +38,8 @@ def loss_of(model, head, shard):
     return (model(x, head) - (1.0 if head == "p" else 2.0)).square().sum()
 
 
-def engine_run(stage, windows, guarded=True):
+def engine_run(stage, windows):
     """(norm and loss of each window) by the engine, on this rank's share of the rows."""
-    from dschat_lora.engine import build
     from dschat_lora.engine.distributed import rank, sum_over_ranks, world_size
     from dschat_lora.engine.zero import shard_from_rank_zero
     from helpers.runs import engine_settings, release
@@ -51,16 +50,13 @@ def engine_run(stage, windows, guarded=True):
         shard_from_rank_zero(model, settings.deepspeed(3, None))
     trained = [p for p in model.parameters() if p.requires_grad]
     engine = TrainEngine(model, [{"params": trained, "lr": 0.1, "weight_decay": 0.0}], settings)
-    forget, seen = build._forget_gradients, []
-    if not guarded:
-        build._forget_gradients = lambda optimizer: None
+    seen = []
     for window in windows:
         for index, head in enumerate(window):
             loss = loss_of(engine, head, slice(rank(), None, world_size()))
             engine.backward(loss, last=index == len(window) - 1)
         norm = engine.step().grad_norm
         seen.append((norm, sum_over_ranks([loss.item()])[0]))
-    build._forget_gradients = forget
     release(engine)
     return seen
 
@@ -92,13 +88,3 @@ def test_no_gradient_of_an_earlier_window_comes_back(ranks, size, stage, windows
         "engine.test_zero3_windows:engine_run", stage=stage, windows=windows
     )
     torch.testing.assert_close(torch.tensor(seen), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["unused in the first micro-batch", "unused in the whole window"])
-def test_deepspeed_alone_would_bring_it_back(ranks, name):
-    # Where this fails, DeepSpeed no longer needs the guard.
-    expected = torch.tensor(plain_run(WINDOWS[name]))
-    (seen, *_) = ranks(1).run(
-        "engine.test_zero3_windows:engine_run", stage=3, windows=WINDOWS[name], guarded=False
-    )
-    assert (torch.tensor(seen) - expected).abs().max() > 0.1

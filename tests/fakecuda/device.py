@@ -333,7 +333,7 @@ def _frame():
 
 def _line():
     """Innermost line of the package, or of DeepSpeed where there is none, that is being run."""
-    frame, found = sys._getframe(1), None
+    frame, place = sys._getframe(1), None
     while frame is not None:
         path = frame.f_code.co_filename
         root = next((r for r in ROOTS if r in path and "fakecuda/device" not in path), None)
@@ -341,9 +341,9 @@ def _line():
             where = f"{path[path.rindex(root) :]}:{frame.f_lineno} {frame.f_code.co_name}"
             if root != "deepspeed/":
                 return where
-            found = found or where
+            place = place or where
         frame = frame.f_back
-    return found or "(autograd)"
+    return place or "(autograd)"
 
 
 def attention_of(capability, watch):

@@ -33,9 +33,9 @@ def stage_of(family, layers, directory, **stage):
     write_model(family, layers, directory)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = programs.stage(**stage)
+        noted = programs.stage(**stage)
     words = [str(each.message) for each in said]
-    return found | {"said": [text for text in words if "CUDA graphs" in text]}
+    return noted | {"said": [text for text in words if "CUDA graphs" in text]}
 
 
 def waits_of_experts(card, dtype):

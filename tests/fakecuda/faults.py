@@ -72,18 +72,18 @@ def wrong(layer, x):
 def decode_around_a_failed_capture():
     """(graphs, replays, graphs that are held) of a call before it and one after, then a draw."""
     with fake_cuda() as watch:
-        watch.truth, found = False, []  # no sequence ends
+        watch.truth, texts = False, []  # no sequence ends
         size = replace(shapes.SHAPES["opt-1.3b"], num_layers=1)
         model = shapes.random_model(size, dtype=torch.bfloat16, device=torch.device("cuda")).eval()
         decoder = Decoder(model, eos_ids=[2], pad_id=1, device=torch.device("cuda"))
         for _ in range(2):
             watch.start()
             decoder([[5] * 60], Sampling(8), seeds=[[0]])
-            found.append([len(watch.graphs), watch.replays, sum(watch.pools.values())])
+            texts.append([len(watch.graphs), watch.replays, sum(watch.pools.values())])
             with suppress(RuntimeError):
                 cuda_graphs()(torch.cuda.synchronize)
         torch.zeros(4, device="cuda").bernoulli_()
-        return found
+        return texts
 
 
 def decode_with(fault, new_tokens):

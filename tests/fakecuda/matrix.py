@@ -125,15 +125,15 @@ def name_of(row):
 
 def options_of(row):
     """The options of a row's settings."""
-    found = ["--dtype", row["dtype"], "--zero_stage", str(row["zero"])]
-    found += ["--base_bits", str(row["base_bits"])]
-    found += ["--offload"] * ("offload" in row["memory"])
+    options = ["--dtype", row["dtype"], "--zero_stage", str(row["zero"])]
+    options += ["--base_bits", str(row["base_bits"])]
+    options += ["--offload"] * ("offload" in row["memory"])
     if row["processes"] == "2 to a model":
-        found += ["--tensor_parallel_size", "2"]
+        options += ["--tensor_parallel_size", "2"]
     if "recompute" in row["memory"]:
         roles = {"ppo": ["actor_", "critic_"], "grpo": ["actor_"], "rloo": ["actor_"]}
-        found += [f"--{role}gradient_checkpointing" for role in roles.get(row["stage"], [""])]
-    return found
+        options += [f"--{role}gradient_checkpointing" for role in roles.get(row["stage"], [""])]
+    return options
 
 
 def captures(row):
@@ -153,7 +153,7 @@ def run(fake_device, row, directory, *, steps=2, layers=2, more=()):
     script, options = STAGES[row["stage"]]
     actor = "actor_" if script == "step3_rlhf" else ""
     base, out = directory / "base", directory / "out"
-    found = fake_device.run(
+    noted = fake_device.run(
         "fakecuda.families:stage_of",
         family=row["family"],
         layers=layers,
@@ -168,10 +168,10 @@ def run(fake_device, row, directory, *, steps=2, layers=2, more=()):
         world_size=int(row["processes"][0]),
     )
     record = out / "run.json"
-    status = json.loads(record.read_text())["status"] if record.exists() else found["error"]
+    status = json.loads(record.read_text())["status"] if record.exists() else noted["error"]
     metrics = map(json.loads, (out / "metrics.jsonl").open()) if record.exists() else ()
     skipped = [row for row in metrics if row.get("skipped")]
-    return found | {"status": status, "skipped": skipped}
+    return noted | {"status": status, "skipped": skipped}
 
 
 def graphs_of(row, found):

@@ -26,13 +26,13 @@ WAITS += r"(modeling_\w+|moe)\.py:\d+"
     ("card", "dtype"), [("h200", "bfloat16"), ("t4", "float16")] if ALL else [("h200", "bfloat16")]
 )
 def test_no_capture_fails(fake_device, kind, card, dtype):
-    found = fake_device.run("fakecuda.captured:decode", kind=kind, card=card, dtype=dtype)
-    assert not found["left"]
-    if found["replays"]:
+    noted = fake_device.run("fakecuda.captured:decode", kind=kind, card=card, dtype=dtype)
+    assert not noted["left"]
+    if noted["replays"]:
         # Six steps follow the prompts, of which the first is none.
-        assert (found["begun"], found["replays"], found["said"]) == (1, 5, [])
+        assert (noted["begun"], noted["replays"], noted["said"]) == (1, 5, [])
     else:
-        assert found["begun"] == 0
-        assert len(found["said"]) == found["takes_cache"]
-        assert all(re.fullmatch(WAITS, text) for text in found["said"])
-    assert bool(found["replays"]) == (kind == "glm4_moe") or ALL
+        assert noted["begun"] == 0
+        assert len(noted["said"]) == noted["takes_cache"]
+        assert all(re.fullmatch(WAITS, text) for text in noted["said"])
+    assert bool(noted["replays"]) == (kind == "glm4_moe") or ALL

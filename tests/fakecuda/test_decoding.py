@@ -38,10 +38,10 @@ def test_a_second_call_replays_what_the_first_one_captured(fake_device):
 def test_rows_attend_to_their_own_columns_by_one_launch_or_two(fake_device, rows, copies, combined):
     options = {"shape": "llama-3-8b", "layers": 2, "length": 250, "new_tokens": 4}
     first, second = fake_device.run("fakecuda.programs:decode", rows=rows, copies=copies, **options)
-    found = first["graph_kinds"]
-    assert found["dschat_lora::attend_columns"] == 2
-    assert found.get("dschat_lora::combine_parts", 0) == 2 * combined
-    assert not [name for name in found if "scaled_dot_product" in name]
+    kinds = first["graph_kinds"]
+    assert kinds["dschat_lora::attend_columns"] == 2
+    assert kinds.get("dschat_lora::combine_parts", 0) == 2 * combined
+    assert not [name for name in kinds if "scaled_dot_product" in name]
     assert (first["graphs"], second["graphs"], second["replays"]) == (1, 0, 3)
     assert second["waits"] == {}
 
@@ -63,9 +63,9 @@ def call_with(fake_device, fault, new_tokens):
 
 @pytest.mark.thorough
 def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
-    found, warned = call_with(fake_device, "none", 70)
+    noted, warned = call_with(fake_device, "none", 70)
     # 64 steps up to 128 columns, and 5 beyond.
-    assert found == [(2, 63 + 4, 2, [])] * 2
+    assert noted == [(2, 63 + 4, 2, [])] * 2
     assert warned == []
 
 
@@ -80,8 +80,8 @@ def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
 def test_what_cannot_be_captured_is_told_and_leaves_nothing_behind(
     fake_device, fault, begun, reason
 ):
-    found, warned = call_with(fake_device, fault, 4)
-    assert found == [(begun, 0, 0, []), (0, 0, 0, [])], "the second call tries no more"
+    noted, warned = call_with(fake_device, fault, 4)
+    assert noted == [(begun, 0, 0, []), (0, 0, 0, [])], "the second call tries no more"
     assert len(warned) == (2 if fault == "seen wait" else 1)
     assert all(re.fullmatch(reason, text) for text in warned)
 
@@ -97,11 +97,11 @@ def test_after_a_failed_capture_numbers_are_drawn_and_no_graph_of_before_is_repl
 @pytest.mark.thorough
 def test_cudnn_plans_attention_of_prompts_where_it_is_asked_for(fake_device):
     longest = [50, 65, 70, 100, 127, 128, 129, 200]
-    found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=False)
-    assert found == []
+    sizes = fake_device.run("fakecuda.programs:planned", longest=longest, asked=False)
+    assert sizes == []
     # Up to multiples of 64, but the last, of which the cache has room for 248.
-    found = fake_device.run("fakecuda.programs:planned", longest=longest, asked=True)
-    assert found == [[64, 64], [128, 128], [192, 192], [248, 248]]
+    sizes = fake_device.run("fakecuda.programs:planned", longest=longest, asked=True)
+    assert sizes == [[64, 64], [128, 128], [192, 192], [248, 248]]
 
 
 @pytest.mark.parametrize("copies", [4, 1][: 2 if ALL else 1])
@@ -110,10 +110,10 @@ def test_rows_are_refilled_by_replays_and_the_host_waits_for_its_looks_alone(fak
         fake_device.run("fakecuda.programs:refill", shape="opt-1.3b", layers=layers, copies=copies)
         for layers in (2, 24 if ALL else 3)
     )
-    for found in (few, many):
-        assert [place.split()[-1] for place in found["waits"]] == ["drawn"]
-        assert found["graphs"] == 0
-        assert min(found["joined"][:-1]) >= 8 // 4
+    for noted in (few, many):
+        assert [place.split()[-1] for place in noted["waits"]] == ["drawn"]
+        assert noted["graphs"] == 0
+        assert min(noted["joined"][:-1]) >= 8 // 4
     looks = sum(many["waits"].values())
     # One for each join where tokens run out at once, and those of every 16 tokens between.
     assert len(many["joined"]) <= looks <= len(many["joined"]) + 15
@@ -125,9 +125,9 @@ def test_rows_are_refilled_by_replays_and_the_host_waits_for_its_looks_alone(fak
 @of_the_whole
 @pytest.mark.thorough
 def test_requests_that_come_and_go_replay_steps(fake_device):
-    found = fake_device.run("fakecuda.programs:serve", shape="opt-1.3b", layers=2)
-    assert found["warned"] == []
+    noted = fake_device.run("fakecuda.programs:serve", shape="opt-1.3b", layers=2)
+    assert noted["warned"] == []
     # Three requests in four rows, then two in two up to 128 columns, and in a larger cache; the
     # first step of each shape runs as it is.
-    assert (found["graphs"], found["replays"]) == (3, 9 + 17 + 11)
-    assert {place.split()[-1] for place in found["waits"]} == {"record"}
+    assert (noted["graphs"], noted["replays"]) == (3, 9 + 17 + 11)
+    assert {place.split()[-1] for place in noted["waits"]} == {"record"}

@@ -37,8 +37,8 @@ def test_decoding_launches_as_much_and_unpacks_once_a_rollout(fake_device, base_
     )
     assert few["graph_operations"] == many["graph_operations"]
     assert few["launches"] == many["launches"]
-    for found in (few, many):
-        assert found["graph_kinds"]["_grouped_mm"] == 2 * 3
-        assert "constant_pad_nd" not in found["graph_kinds"]
-        assert "bitsandbytes::dequantize_4bit" not in found["graph_kinds"]
-        assert unpacked(found) == (0 if base_bits == 16 else 4 + 2)
+    for noted in (few, many):
+        assert noted["graph_kinds"]["_grouped_mm"] == 2 * 3
+        assert "constant_pad_nd" not in noted["graph_kinds"]
+        assert "bitsandbytes::dequantize_4bit" not in noted["graph_kinds"]
+        assert unpacked(noted) == (0 if base_bits == 16 else 4 + 2)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.stage
 
 def iteration(fake_device, directory, *, decoded, memory):
     """An iteration, ``decoded`` responses at a time: what was noted, its record and events."""
-    found, out = iterate(
+    noted, out = iterate(
         fake_device,
         directory,
         *("--per_device_generation_batch_size", str(decoded), "--max_steps", "1"),
@@ -20,14 +20,14 @@ def iteration(fake_device, directory, *, decoded, memory):
         memory=memory,
     )
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return found, record_of(out), [line["message"] for line in lines if line["kind"] == "event"]
+    return noted, record_of(out), [line["message"] for line in lines if line["kind"] == "event"]
 
 
 @pytest.mark.thorough
 def test_what_decoding_keeps_makes_room_for_training(fake_device, tmp_path):
     # Keys and values take 64 MiB, training 77.
-    found, record, events = iteration(fake_device, tmp_path, decoded=64, memory=110)
-    assert found["error"] is None
+    noted, record, events = iteration(fake_device, tmp_path, decoded=64, memory=110)
+    assert noted["error"] is None
     assert record["memory"]["keeps_cache"]
     assert record["status"] == "finished"
     assert events == [
@@ -39,8 +39,8 @@ def test_what_decoding_keeps_makes_room_for_training(fake_device, tmp_path):
 @pytest.mark.thorough
 def test_training_that_does_not_fit_alone_ends_with_what_to_lower(fake_device, tmp_path):
     # Keys and values take 16 MiB.
-    found, record, _ = iteration(fake_device, tmp_path, decoded=16, memory=60)
-    assert found["error"] == "exit 1"
+    noted, record, _ = iteration(fake_device, tmp_path, decoded=16, memory=60)
+    assert noted["error"] == "exit 1"
     status = record["status"]
     assert status.startswith("failed: OutOfMemoryError: out of GPU memory while training: by ")
     assert status.endswith(

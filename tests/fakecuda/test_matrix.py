@@ -17,14 +17,14 @@ TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 @pytest.mark.parametrize("row", ROWS if ALL else ROWS[:1], ids=matrix.name_of)
 def test_a_stage_ends_as_it_is_to(fake_device, tmp_path, row):
     size = {} if ALL else {"steps": 1, "layers": 1, "more": ("--eval_prompts", "0")}
-    found = matrix.run(fake_device, row, tmp_path, **size)
-    assert found["error"] is None, fake_device.log()
-    assert found["status"] == "finished"
-    assert not found["skipped"]
-    counts = found["products"]
+    noted = matrix.run(fake_device, row, tmp_path, **size)
+    assert noted["error"] is None, fake_device.log()
+    assert noted["status"] == "finished"
+    assert not noted["skipped"]
+    counts = noted["products"]
     of_type = sum(n for each, n in counts.items() if each.endswith(f" {TYPES[row['dtype']]}"))
     assert of_type > 0.95 * sum(counts.values()), counts
-    assert bool(found["replays"]) == matrix.captures(row), found["said"]
+    assert bool(noted["replays"]) == matrix.captures(row), noted["said"]
 
 
 def test_rows_are_of_all_families_and_stages_and_of_each_two_settings():
@@ -44,10 +44,10 @@ REFUSED = {
 
 
 def test_experts_wait_but_for_bf16_on_cards_that_group_products(fake_device):
-    found = {
+    noted = {
         (card, dtype): fake_device.run("fakecuda.families:waits_of_experts", card=card, dtype=dtype)
         for card in ("h200", "a100", "t4")
         for dtype in ("bfloat16", "float16")
     }
-    assert found.pop(("h200", "bfloat16")) == 0
-    assert set(found.values()) == {1}
+    assert noted.pop(("h200", "bfloat16")) == 0
+    assert set(noted.values()) == {1}

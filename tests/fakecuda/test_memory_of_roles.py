@@ -48,7 +48,7 @@ def peak_of_ppo(fake_device, directory, size, *options, rows, steps, card="h200"
     prompts = [{"prompt": f"{n} " + "word " * 253} for n in range(4 * rows)]
     data.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     batches = [f"--per_device_{phase}_batch_size" for phase in ("generation", "training")]
-    found = fake_device.run(
+    noted = fake_device.run(
         "fakecuda.programs:stage",
         script="training/step3_rlhf/main.py",
         card=card,
@@ -61,9 +61,9 @@ def peak_of_ppo(fake_device, directory, size, *options, rows, steps, card="h200"
             *("--max_steps", str(steps), "--output_dir", str(directory / "out"), *options),
         ],
     )
-    assert found["error"] is None, fake_device.log()
+    assert noted["error"] is None, fake_device.log()
     record = json.loads((directory / "out" / "run.json").read_text())
-    return found["peak"], record["memory"]["peak"]
+    return noted["peak"], record["memory"]["peak"]
 
 
 def of_both_roles(option, *value):

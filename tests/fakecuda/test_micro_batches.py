@@ -22,7 +22,7 @@ def test_qwen3_4b_at_defaults_is_divided_and_fits(fake_device, tmp_path, card, l
     write_base(base, replace(shapes.SHAPES["qwen3-4b"], num_layers=layers))
     rows = [{"prompt": f"{n}", "completion": " word" * (length // 2 - 20)} for n in range(40)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    found = fake_device.run(
+    noted = fake_device.run(
         "fakecuda.programs:stage",
         script="training/step1_sft/main.py",
         card=card,
@@ -32,15 +32,15 @@ def test_qwen3_4b_at_defaults_is_divided_and_fits(fake_device, tmp_path, card, l
             *("--output_dir", str(out)),
         ],
     )
-    assert found["error"] is None, fake_device.log()
+    assert noted["error"] is None, fake_device.log()
     record = json.loads((out / "run.json").read_text())
     rows = record["per_device_train_batch_size"]
     assert rows in (2, 4, 8)
     assert record["gradient_accumulation_steps"] == 16 // rows
     assert record["gradient_checkpointing"] is False
-    assert found["peak"] == pytest.approx(record["memory"]["peak"], rel=0.1)
+    assert noted["peak"] == pytest.approx(record["memory"]["peak"], rel=0.1)
     total = {"3060": 12, "4090": 24}[card] * 10**9
-    assert found["peak"] <= USABLE * total
+    assert noted["peak"] <= USABLE * total
     *_, said = fake_device.log().split(f"output: {out}")
     words = " ".join(said.split())
     assert f"--per_device_train_batch_size {rows} --gradient_accumulation_steps" in words

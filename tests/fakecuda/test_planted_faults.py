@@ -13,10 +13,10 @@ def plant(fake_device, fault):
 
 
 def test_without_a_fault_nothing_is_found(fake_device):
-    found = plant(fake_device, "none")
-    assert waits_of(found) == {"read": "event"}
-    assert {each.split()[1] for each in found["products"]} == {"bfloat16"}
-    check_estimate(found)
+    noted = plant(fake_device, "none")
+    assert waits_of(noted) == {"read": "event"}
+    assert {each.split()[1] for each in noted["products"]} == {"bfloat16"}
+    check_estimate(noted)
 
 
 @pytest.mark.thorough

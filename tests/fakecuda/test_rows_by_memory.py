@@ -14,18 +14,18 @@ pytestmark = pytest.mark.stage
     [("4090", 24, 8), ("a100", 256, 8), ("a100", 256, 1), ("h200", 256, 8)],
 )
 def test_a_rollout_of_8b_stays_below_the_memory_of_the_card(fake_device, card, rows, generations):
-    found = fake_device.run(
+    noted = fake_device.run(
         "fakecuda.programs:decode_by_memory", shape="llama-3-8b", card=card, generations=generations
     )
-    assert found["rows"] == rows
-    assert found["planned"] <= USABLE * found["free"]
-    assert found["planned"] <= found["peak"] <= (1 + USABLE) / 2 * found["free"]
+    assert noted["rows"] == rows
+    assert noted["planned"] <= USABLE * noted["free"]
+    assert noted["planned"] <= noted["peak"] <= (1 + USABLE) / 2 * noted["free"]
 
 
 @pytest.mark.thorough
 def test_a_full_gpu_decodes_half_as_many_and_goes_on(fake_device, tmp_path):
     # Keys and values of all take 64 MiB.
-    found, out = iterate(
+    noted, out = iterate(
         fake_device,
         tmp_path,
         *("--per_device_generation_batch_size", "16", "--generation_batches", "4"),
@@ -34,7 +34,7 @@ def test_a_full_gpu_decodes_half_as_many_and_goes_on(fake_device, tmp_path):
         memory=60,
     )
     *_, said = fake_device.log().split(f"output: {out}")  # of this run
-    assert found["error"] is None
+    assert noted["error"] is None
     assert record_of(out)["status"] == "finished"
     assert "rollouts     64 of 64 responses at a time (--max_num_seqs auto: 0.0625 GiB of" in said
     assert said.count("a GPU was full with 64 responses decoded at a time: 32 are from here") == 1

@@ -23,10 +23,10 @@ def size(shape, layers=None):
 
 def by_kind(exchanges):
     """{(kind, ranks): bytes}."""
-    found = Counter()
+    noted = Counter()
     for each in exchanges:
-        found[each.kind, each.ranks] += each.bytes
-    return found
+        noted[each.kind, each.ranks] += each.bytes
+    return noted
 
 
 def counted(found):
@@ -52,7 +52,7 @@ def check_exchanges(found, shape, *, ranks, zero_stage, layers=None, tensor=1, *
 def check_step(fake_device, shape, *, layers=None, ranks, zero_stage, tensor=1, **options):
     """A step on rows of 512 tokens, half of them supervised; ``options`` as the formulas have."""
     steps, again = options.get("micro_batches", 1), options.get("recomputes", False)
-    found = fake_device.run(
+    noted = fake_device.run(
         "fakecuda.programs:train",
         shape=shape,
         layers=layers,
@@ -65,7 +65,7 @@ def check_step(fake_device, shape, *, layers=None, ranks, zero_stage, tensor=1, 
         timeout=1200,
     )
     given = {"ranks": ranks, "zero_stage": zero_stage, "layers": layers, "tensor": tensor}
-    check_exchanges(found, shape, **given, **options)
+    check_exchanges(noted, shape, **given, **options)
 
 
 @pytest.mark.thorough
@@ -120,15 +120,15 @@ def test_a_second_step_of_a_stage_exchanges_gradients_and_experience(
             "--output_dir",
             f"{tmp_path / str(steps)}",
         ]
-        found = fake_device.run(
+        noted = fake_device.run(
             "fakecuda.programs:stage",
             script=f"training/{stage}/main.py",
             options=options,
             world_size=ranks,
             timeout=1200,
         )
-        assert found["error"] is None
-        moved.append(Counter(counted(found)))
+        assert noted["error"] is None
+        moved.append(Counter(counted(noted)))
     trained = json.loads((out / "run.json").read_text())["parameters"]["trainable"]
     step = moved[1] - moved[0]
     assert step.pop(("all_reduce", ranks)) == pytest.approx(4 * trained, abs=FEW)

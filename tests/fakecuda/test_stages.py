@@ -37,29 +37,29 @@ def test_a_stage_runs_to_its_end(fake_device, tmp_path, stage, card, extra):
     options = [*STAGES[stage], "--max_steps", "2", "--output_dir", str(out)]
     options += ["--data_path", str(data), *extra]
     refuses = card == "t4"  # to extend segments
-    found = fake_device.run(
+    noted = fake_device.run(
         "fakecuda.programs:stage",
         script=f"training/{stage}/main.py",
         options=options,
         card=card,
         trial="import sys; sys.exit('operation not supported')" if refuses else "",
     )
-    assert found["error"] is None
-    assert found["allocator"] == (None if refuses else "expandable_segments:True")
+    assert noted["error"] is None
+    assert noted["allocator"] == (None if refuses else "expandable_segments:True")
     *_, said = fake_device.log().split(f"output: {out}")  # of this run
     assert said.count("refuses expandable segments") == refuses, said
     # The bundled model is small: launching its kernels takes longer than their work.
     assert ("run as CUDA graphs" in said) == (card == "h200" and not extra), said
-    assert found["plans"] == 0, "cuDNN's attention would be planned for every shape of rows"
+    assert noted["plans"] == 0, "cuDNN's attention would be planned for every shape of rows"
     record = json.loads((out / "run.json").read_text())
     assert record["status"] == "finished"
     dtype = {"h200": "bfloat16", "t4": "float16"}[card]
-    narrow = sum(n for each, n in found["products"].items() if each.endswith(dtype))
-    assert narrow > 0.95 * sum(found["products"].values()), found["products"]
+    narrow = sum(n for each, n in noted["products"].items() if each.endswith(dtype))
+    assert narrow > 0.95 * sum(noted["products"].values()), noted["products"]
     if stage == "step3_rlhf":
         # Of decoding; and the passes of two roles.
-        assert found["graphs"] <= 6 + 4
-        assert found["replays"] > 10 * found["graphs"]
+        assert noted["graphs"] <= 6 + 4
+        assert noted["replays"] > 10 * noted["graphs"]
 
 
 @pytest.mark.thorough
@@ -74,21 +74,21 @@ def test_further_steps_bring_no_wait(fake_device, tmp_path, stage):
         small = ("--max_answer_seq_len", "8", "--per_device_generation_batch_size", "8")
         small = (*small, "--per_device_training_batch_size", "8")
         counts = [(*small, "--max_steps", n, "--ppo_epochs", n) for n in "13"]
-    found = []
+    noted = []
     for number, options in enumerate(counts):
         home = ["--data_path", str(data), "--output_dir", str(tmp_path / str(number))]
-        found.append(
+        noted.append(
             fake_device.run(
                 "fakecuda.programs:stage",
                 script=f"training/{stage}/main.py",
                 options=[*STAGES[stage], *home, *options],
             )
         )
-        assert found[-1]["error"] is None
-    few, more = found
+        assert noted[-1]["error"] is None
+    few, more = noted
     assert sum(more["late_reads"].values()) > sum(few["late_reads"].values())
     # But for those of capturing, once for each shape.
     waits = [
-        {k: n for k, n in each["waits"].items() if "/cuda_graphs.py" not in k} for each in found
+        {k: n for k, n in each["waits"].items() if "/cuda_graphs.py" not in k} for each in noted
     ]
     assert waits[0] == waits[1]

@@ -53,7 +53,7 @@ def test_a_step_reads_its_loss_and_norm_and_waits_for_nothing_else(
     fake_device, card, dtype, kernel
 ):
     short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-    found = train(
+    noted = train(
         fake_device,
         "opt-1.3b",
         layers=LAYERS,
@@ -63,12 +63,12 @@ def test_a_step_reads_its_loss_and_norm_and_waits_for_nothing_else(
         rows=4,
         length=1024,
     )
-    assert waits_of(found) == {"read": "event"}
-    assert [*found["waits"].values()] == [2]
-    assert {each.split()[1] for each in found["products"]} == {dtype}
-    assert any(kernel in name for name in found["operations"])
+    assert waits_of(noted) == {"read": "event"}
+    assert [*noted["waits"].values()] == [2]
+    assert {each.split()[1] for each in noted["products"]} == {dtype}
+    assert any(kernel in name for name in noted["operations"])
     if card == "h200":
-        check_estimate(found)
+        check_estimate(noted)
 
 
 def train_on(fake_device, **options):
@@ -165,25 +165,25 @@ def test_memory_of_other_shapes(fake_device, shape, options):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "options"), SHARDED if ALL else SHARDED[1:2])
 def test_memory_of_one_of_eight_processes(fake_device, shape, options):
-    found = train(fake_device, shape, world_size=8, layers=LAYERS, **options)
-    check_estimate(found)
+    noted = train(fake_device, shape, world_size=8, layers=LAYERS, **options)
+    check_estimate(noted)
     stage, again = options["zero_stage"], options.get("recompute", False)
     if shape in ("opt-1.3b", "opt-6.7b", "llama-2-7b") and "lora_dim" not in options:
-        check_exchanges(found, shape, ranks=8, zero_stage=stage, layers=LAYERS, recomputes=again)
+        check_exchanges(noted, shape, ranks=8, zero_stage=stage, layers=LAYERS, recomputes=again)
     # DeepSpeed's step and its norm, of groups with and without weight decay, and the loss.
-    assert sum(found["waits"].values()) <= (8 if options.get("lora_dim") == 0 else 5)
+    assert sum(noted["waits"].values()) <= (8 if options.get("lora_dim") == 0 else 5)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [2, 3] if ALL else [3])
 def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device, stage):
-    found = train(fake_device, "opt-1.3b", layers=4, rows=4, zero_stage=stage, offload=True)
-    check_estimate(found)
-    trained = found["estimate"]["gradients"]
-    assert trained <= found["copied"]["cuda->cpu"] < 3 * trained
-    assert found["copied"]["cpu->cuda"] >= (trained if stage == 2 else 2 * 4 * 12 * 2048**2)
+    noted = train(fake_device, "opt-1.3b", layers=4, rows=4, zero_stage=stage, offload=True)
+    check_estimate(noted)
+    trained = noted["estimate"]["gradients"]
+    assert trained <= noted["copied"]["cuda->cpu"] < 3 * trained
+    assert noted["copied"]["cpu->cuda"] >= (trained if stage == 2 else 2 * 4 * 12 * 2048**2)
     # Those of DeepSpeed's step, which at stages 1 and 2 reads each tensor's norm, and the loss.
-    assert {place.split()[-1] for place in found["waits"]} <= {
+    assert {place.split()[-1] for place in noted["waits"]} <= {
         "_zero_step",
         "backward",
         "read",
@@ -207,18 +207,18 @@ def test_block_inputs_on_the_host_leave_two_on_the_device_and_no_wait(fake_devic
 
 @pytest.mark.thorough
 def test_compiled_blocks_run_on_the_device_and_wait_for_nothing(fake_device):
-    found = train(fake_device, "opt-1.3b", layers=2, rows=4, compiled=True)
-    assert waits_of(found) == {"read": "event"}
-    assert {each.split()[1] for each in found["products"]} == {"bfloat16"}
-    check_estimate(found)
+    noted = train(fake_device, "opt-1.3b", layers=2, rows=4, compiled=True)
+    assert waits_of(noted) == {"read": "event"}
+    assert {each.split()[1] for each in noted["products"]} == {"bfloat16"}
+    check_estimate(noted)
 
 
 @pytest.mark.thorough
 def test_flex_attention_makes_its_mask_on_the_device_and_waits_for_nothing(fake_device):
-    found = train(fake_device, "opt-1.3b", layers=2, rows=4, attention="flex_attention")
-    assert waits_of(found) == {"read": "event"}
-    assert found["operations"]["flex_attention"] == 2
-    check_estimate(found)
+    noted = train(fake_device, "opt-1.3b", layers=2, rows=4, attention="flex_attention")
+    assert waits_of(noted) == {"read": "event"}
+    assert noted["operations"]["flex_attention"] == 2
+    check_estimate(noted)
 
 
 LAUNCHED = 90  # with graphs, a micro-batch: inputs, head, loss and its share of the optimizer
@@ -235,19 +235,19 @@ LAUNCHED = 90  # with graphs, a micro-batch: inputs, head, loss and its share of
 )
 def test_passes_of_a_shape_are_captured_once_and_replayed_from_then_on(fake_device, options):
     options = {"layers": 2, "rows": 4, "steps": 3} | options
-    found = train(fake_device, **options, recorded=True)
-    launches, graphs, replays = zip(*found["by_step"], strict=True)
+    noted = train(fake_device, **options, recorded=True)
+    launches, graphs, replays = zip(*noted["by_step"], strict=True)
     # Two micro-batches, each of a shape of its own, that come again at the second step.
     assert (graphs, replays) == ((0, 4, 0), (0, 4, 4))
     assert launches[2] <= 2 * LAUNCHED < launches[0]
-    assert waits_of(found) == {"read": "event"}
+    assert waits_of(noted) == {"read": "event"}
 
 
 @pytest.mark.thorough
 def test_passes_whose_activations_do_not_fit_twice_are_not_captured(fake_device):
     # 8 GiB of activations, on a card of 12 GB.
     options = {"layers": 5, "rows": 64, "steps": 3, "card": "3060"}
-    found = train(fake_device, "opt-1.3b", **options, recorded=True)
-    assert [each[1:] for each in found["by_step"]] == [[0, 0]] * 3
+    noted = train(fake_device, "opt-1.3b", **options, recorded=True)
+    assert [each[1:] for each in noted["by_step"]] == [[0, 0]] * 3
     smaller = train(fake_device, "opt-1.3b", **options | {"rows": 16}, recorded=True)
     assert smaller["by_step"][1][1:] == [4, 4]

@@ -74,20 +74,20 @@ def is_left_of(process, session):
 def experiments(launcher, tmp_path_factory):
     """What GLUE and NLG stand on, by the words that stand for it, and a run of each."""
     home = tmp_path_factory.mktemp("experiments")
-    found = {name: str(home / name) for name in ("ENCODER", "TASK", "GPT2", "GLUE", "NLG")}
+    places = {name: str(home / name) for name in ("ENCODER", "TASK", "GPT2", "GLUE", "NLG")}
     save_encoder("roberta", home / "ENCODER")
     write_task("mrpc", home / "TASK")
     save_base(home / "GPT2")
-    found["TRAIN"], found["HELD"] = map(str, write_data(home))
+    places["TRAIN"], places["HELD"] = map(str, write_data(home))
     script = Path(__file__).with_name("verb.py")
     for name, words in {"GLUE": GLUE, "NLG": NLG}.items():
         if not has_verb(name.lower()):
             continue
-        words = [name.lower(), *(found.get(word, word) for word in words)]
-        running = launcher.start([*words, "--output_dir", found[name]], home, script=script)
+        words = [name.lower(), *(places.get(word, word) for word in words)]
+        running = launcher.start([*words, "--output_dir", places[name]], home, script=script)
         assert running.wait() == [0], running.output()
-    found["CHECKPOINT"] = str(home / "GLUE" / "checkpoint-12")
-    return found
+    places["CHECKPOINT"] = str(home / "GLUE" / "checkpoint-12")
+    return places
 
 
 @pytest.fixture(scope="session")

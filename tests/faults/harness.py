@@ -74,14 +74,27 @@ def operations(log):
     return [Operation(int(number), call, *paths) for number, call, *paths in parts]
 
 
+def operations_of_second_save(log):
+    """From its directory's making to the first's being gone."""
+    counted = operations(log)
+    begins = next(n for n, o in enumerate(counted) if o.path.endswith("/.step-00000004.tmp"))
+    ends = next(n for n, o in enumerate(counted) if o.call == "rmdir" and "02.deleted" in o.path)
+    assert begins < ends
+    return counted[begins : ends + 1]
+
+
 def spread(points, count):
-    """All points in a long run, else ``count`` of them, evenly with both ends; one: the middle."""
+    """All points in a long run, else ``count`` of them, as :func:`evenly`."""
+    return list(points) if LONG else evenly(points, count)
+
+
+def evenly(points, count):
+    """``count`` of the points at most, evenly with both ends; one: the middle."""
     points = list(points)
-    if LONG or len(points) <= count:
-        return points
     if count == 1:
-        return [points[len(points) // 2]]
-    return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
+        return points[len(points) // 2 :][:1]
+    count = min(count, len(points))
+    return [points[round(i * (len(points) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def wait_until(condition, running, timeout=60):
@@ -121,11 +134,11 @@ def read_manifested(directory):
 
 def checkpoints(run_dir):
     """``{step: directory}`` of every checkpoint under its final name, sound or not."""
-    found = {}
+    by_step = {}
     for path in sorted((Path(run_dir) / "checkpoints").glob("*")):
         if match := CHECKPOINT.fullmatch(path.name):
-            found[int(match[1])] = path
-    return found
+            by_step[int(match[1])] = path
+    return by_step
 
 
 def broken_checkpoints(run_dir):
@@ -208,8 +221,8 @@ def trained_steps(run_dir):
     """The last step with a whole train line in ``metrics.jsonl``; 0 without any."""
     path = Path(run_dir) / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return max((line["step"] for line in found if line["kind"] == "train"), default=0)
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    return max((line["step"] for line in whole if line["kind"] == "train"), default=0)
 
 
 def check_same_end(run_dir, whole):

@@ -4,22 +4,15 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 
-import peft
 import pytest
-from harness import LONG, TINY, comparable_metrics, operations, same_bits, spread
-from transformers import AutoModelForCausalLM
+from harness import LONG, comparable_metrics, operations, same_bits, spread
 
-from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter import read_adapter
 from dschat_lora.checkpoint.adapter_config import WEIGHTS_FILE
-from helpers import step1
 
 pytestmark = pytest.mark.stage
 
-# Lines on stderr that a refusal by the disk may take.
-MOST_LINES_OF_A_REFUSAL = 1
 TRIALS = 4 if LONG else 2
 ERRORS = ["ENOSPC", "EIO", "EROFS", "EACCES"]
 
@@ -70,12 +63,7 @@ def test_operations_are_the_same_in_each_run(sound, tiny_run):
     assert sorted(each.relative_to(again.home) for each in operations(again.log)) == names
     assert files_of(again.out / "adapter") == files_of(sound.out / "adapter")
     assert "rename out/.adapter.tmp -> out/adapter" in names
-
-
-def test_undisturbed_adapter_loads_in_stock_peft(sound):
-    base = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
-    loaded = peft.PeftModel.from_pretrained(base, str(sound.out / "adapter"))
-    assert any("lora_B" in name for name, _ in loaded.named_parameters())
+    assert {path.name for path in again.home.iterdir()} == {"out", "log"}
 
 
 def test_files_reach_the_disk_before_the_rename_and_the_rename_before_the_end(sound):
@@ -111,8 +99,7 @@ def test_refused_operation_ends_the_run_without_half_an_adapter(error, sound, ti
             assert ended_well or done.codes[0] > 0, f"{operation}: {done.running.output()}"
             check_whole_or_absent(done, sound)
             assert (done.out / "adapter").exists() or not ended_well
-            lines = done.running.err().splitlines()
-            assert len(lines) <= MOST_LINES_OF_A_REFUSAL, lines
+            assert len(done.running.err().splitlines()) <= 1, done.running.err()
             if not LONG:
                 break
 
@@ -149,14 +136,3 @@ def test_other_rank_ends_when_the_writer_does(action, tiny_run, renaming_of_two)
     assert done.codes[0] == -signal.SIGKILL if action == "kill" else done.codes[0] > 0
     assert done.codes[1] > 0
     assert not (done.out / "adapter").exists()
-
-
-@pytest.mark.thorough
-def test_fresh_interpreter_writes_the_same_adapter(sound, tmp_path):
-    done = step1.run(step1.python(*TINY), tmp_path)
-    assert done.code == 0, done.err
-    assert files_of(tmp_path / "out" / "adapter") == files_of(sound.out / "adapter")
-
-
-def test_working_directory_of_a_run_is_its_own(sound):
-    assert {path.name for path in Path(sound.home).iterdir()} == {"out", "log"}

@@ -18,6 +18,7 @@ from harness import (
     broken_checkpoints,
     check_same_end,
     operations,
+    operations_of_second_save,
     spread,
     trained_steps,
     valid_checkpoints,
@@ -71,12 +72,8 @@ def whole(tiny_run):
 
 def operations_at(place, whole):
     """Those worth refusing: of the second save, with its rotation; all elsewhere."""
-    counted = operations(whole(place).log)
-    if place != "checkpoints":
-        return counted
-    begins = next(n for n, o in enumerate(counted) if o.path.endswith("/.step-00000004.tmp"))
-    ends = next(n for n, o in enumerate(counted) if o.call == "rmdir" and "02.deleted" in o.path)
-    return counted[begins : ends + 1]
+    log = whole(place).log
+    return operations_of_second_save(log) if place == "checkpoints" else operations(log)
 
 
 def check_refusal(done, error):

@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -45,14 +46,6 @@ COMMON = f"""
     --save_total_limit 2 --resume_from_checkpoint auto
 """.split()
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
-POINTS = [
-    *(("lora", TERM), ("lora", KILL), ("epochs", TERM), ("epochs", KILL), ("unpacked", TERM)),
-    *(("unpacked", KILL), ("zero 1", TERM), ("zero 1", KILL), ("zero 3", TERM)),
-    *(("zero 3", KILL), ("full", TERM), ("full", KILL), ("full, zero 2", TERM)),
-    *(("2 ranks", KILL), ("2 ranks, zero 1", TERM), ("2 ranks, zero 2, epochs", KILL)),
-    *(("2 ranks, zero 2, epochs", TERM), ("2 ranks, zero 3", TERM), ("2 ranks, zero 3", KILL)),
-    ("2 ranks, full, zero 3", TERM),
-]
 # two ranks are in every run of test_kill.py, at a third of the time
 SHORT = [("epochs", KILL)]
 
@@ -82,7 +75,7 @@ def undisturbed(start):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "number"),
-    POINTS if LONG else SHORT,
+    product(RUNS, (TERM, KILL)) if LONG else SHORT,
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undisturbed):
@@ -111,8 +104,3 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undis
 def test_epochs_are_crossed(undisturbed):
     lines = (undisturbed("epochs") / "metrics.jsonl").read_text(encoding="utf-8")
     assert '"epoch": 3.' in lines
-
-
-def test_number_of_points_in_a_long_run():
-    assert len(POINTS) == 20
-    assert {name for name, _ in POINTS} == set(RUNS)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,15 +44,13 @@ CALLS = """
 
 @pytest.fixture
 def script(fault_library, tmp_path):
-    """``script(FAULT_...)``: how a script ended that lives in a directory of its own."""
+    """``script(text, FAULT_...)``: how a script ended; each finds a directory of its own empty."""
 
     def call(text=SCRIPT, **settings):
-        environment = {
-            **os.environ,
-            "LD_PRELOAD": str(fault_library),
-            "FAULT_PATH": f"{tmp_path}/out",
-            **{name: str(value) for name, value in settings.items()},
-        }
+        for name in ("out", "other"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        preloaded = {"LD_PRELOAD": str(fault_library), "FAULT_PATH": f"{tmp_path}/out"}
+        environment = os.environ | preloaded | {n: str(value) for n, value in settings.items()}
         return subprocess.run(
             [sys.executable, "-c", text],
             cwd=tmp_path,
@@ -64,32 +63,32 @@ def script(fault_library, tmp_path):
     return call
 
 
-def names(log, root):
-    return [operation.relative_to(root) for operation in operations(log)]
+@pytest.fixture
+def counted(script, tmp_path):
+    """``counted(text, FAULT_...)``: the operations of a script that ended well."""
+
+    def call(text=SCRIPT, **settings):
+        done = script(text, FAULT_LOG=tmp_path / "log", **settings)
+        assert done.returncode == 0, done.stderr
+        return operations(tmp_path / "log")
+
+    return call
 
 
 def number_of(name):
     return [call.strip() for call in CALLS.split(",")].index(name) + 1
 
 
-@pytest.fixture
-def listing(tmp_path):
-    return lambda: sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*"))
+def test_every_change_below_the_path_is_counted_and_nothing_else(counted, tmp_path):
+    calls = counted()
+    assert [each.relative_to(tmp_path) for each in calls] == [c.strip() for c in CALLS.split(",")]
+    assert [each.number for each in calls] == list(range(1, 20))
 
 
-def test_every_change_below_the_path_is_counted_and_nothing_else(script, tmp_path):
-    done = script(FAULT_LOG=tmp_path / "log")
-    assert done.returncode == 0, done.stderr
-    assert names(tmp_path / "log", tmp_path) == [call.strip() for call in CALLS.split(",")]
-    assert [each.number for each in operations(tmp_path / "log")] == list(range(1, 20))
-
-
-def test_kill_comes_before_the_call_and_kill_after_after_it(script, listing):
-    assert script(FAULT_AT=2, FAULT_DO="kill").returncode == -signal.SIGKILL
-    assert listing() == ["out"]
-    script("import shutil; shutil.rmtree('out')", FAULT_PATH="")
-    assert script(FAULT_AT=2, FAULT_DO="kill-after").returncode == -signal.SIGKILL
-    assert listing() == ["out", "out/text"]
+@pytest.mark.parametrize(("action", "left"), [("kill", []), ("kill-after", ["out/text"])])
+def test_kill_comes_before_the_call_and_kill_after_after_it(script, tmp_path, action, left):
+    assert script(FAULT_AT=2, FAULT_DO=action).returncode == -signal.SIGKILL
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["out", *left]
 
 
 def test_weights_of_safetensors_are_written_where_the_library_sees_it(script, tmp_path):
@@ -99,9 +98,12 @@ def test_weights_of_safetensors_are_written_where_the_library_sees_it(script, tm
     assert not any(partial.read_bytes())
 
 
-@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT", "EIO", "EROFS", "EACCES"])
 @pytest.mark.parametrize(
-    "call", ["open out/text", "mkdir out/inner", "rename out/copy -> out/moved"]
+    ("error", "call"),
+    [
+        *[("ENOSPC", "open out/text"), ("EDQUOT", "mkdir out/inner"), ("EACCES", "open out/text")],
+        *[("EIO", "rename out/copy -> out/moved"), ("EROFS", "mkdir out/inner")],
+    ],
 )
 def test_call_fails_with_the_error(error, call, script, tmp_path):
     done = script(FAULT_AT=number_of(call), FAULT_DO=error)
@@ -110,28 +112,25 @@ def test_call_fails_with_the_error(error, call, script, tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_only_the_one_call_fails_unless_the_error_sticks(script):
+@pytest.mark.parametrize(
+    ("sticky", "said", "fails_elsewhere"),
+    [("", "fww", False), ("1", "fff", False), ("/other", "fww", True)],
+)
+def test_only_the_one_call_fails_unless_the_error_sticks(script, sticky, said, fails_elsewhere):
     text = """
 import os
 os.mkdir("out")
 for attempt in range(3):
     try:
         open("out/a", "w").write("x")
-        print("wrote")
+        print("w")
     except OSError as error:
-        print(os.strerror(error.errno))
+        print("f" if error.errno == 28 else error)
 os.mkdir("other")
 """
-    full = os.strerror(errno.ENOSPC)
-    once = script(text, FAULT_AT=2, FAULT_DO="ENOSPC")
-    assert (once.returncode, once.stdout.splitlines()) == (0, [full, "wrote", "wrote"])
-    script("import shutil; shutil.rmtree('out'); shutil.rmtree('other')", FAULT_PATH="")
-    stuck = script(text, FAULT_AT=2, FAULT_DO="ENOSPC", FAULT_STICKY=1)
-    assert (stuck.returncode, stuck.stdout.splitlines()) == (0, [full] * 3)
-    script("import shutil; shutil.rmtree('out'); shutil.rmtree('other')", FAULT_PATH="")
-    wider = script(text, FAULT_AT=2, FAULT_DO="ENOSPC", FAULT_STICKY="/other")
-    assert wider.stdout.splitlines() == [full, "wrote", "wrote"]
-    assert "'other'" in wider.stderr
+    done = script(text, FAULT_AT=2, FAULT_DO="ENOSPC", FAULT_STICKY=sticky)
+    assert "".join(done.stdout.split()) == said
+    assert ("'other'" in done.stderr) == bool(done.returncode) == fails_elsewhere
 
 
 STICKY = {
@@ -173,13 +172,8 @@ def test_short_write_is_half_and_the_rest_follows(script, tmp_path):
 
 def test_stopped_process_can_be_continued(fault_library, tmp_path):
     text = "import os; os.mkdir('out'); open('out/a', 'w').write('x')"
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": str(fault_library),
-        "FAULT_PATH": f"{tmp_path}/out",
-        "FAULT_AT": "3",
-        "FAULT_DO": "stop",
-    }
+    faults = {"FAULT_PATH": f"{tmp_path}/out", "FAULT_AT": "3", "FAULT_DO": "stop"}
+    environment = os.environ | faults | {"LD_PRELOAD": str(fault_library)}
     process = subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=environment)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     assert (tmp_path / "out" / "a").read_text() == ""
@@ -188,25 +182,25 @@ def test_stopped_process_can_be_continued(fault_library, tmp_path):
     assert (tmp_path / "out" / "a").read_text() == "x"
 
 
-def test_another_rank_is_left_alone(script):
-    settings = {"FAULT_AT": 1, "FAULT_DO": "kill", "FAULT_RANK": 1}
-    assert script("import os; os.mkdir('out')", RANK=0, **settings).returncode == 0
-    assert script("import os; os.rmdir('out')", RANK=1, **settings).returncode == -signal.SIGKILL
+@pytest.mark.parametrize(("rank", "code"), [(0, 0), (1, -signal.SIGKILL)])
+def test_another_rank_is_left_alone(script, rank, code):
+    faults = {"FAULT_AT": 1, "FAULT_DO": "kill", "FAULT_RANK": 1}
+    assert script("import os; os.mkdir('out')", RANK=rank, **faults).returncode == code
 
 
-def test_counting_begins_with_a_file(script, tmp_path):
+def test_counting_begins_with_a_file(counted, tmp_path):
     text = "import os; os.mkdir('out'); open('go', 'w'); os.mkdir('out/a')"
-    script(text, FAULT_LOG=tmp_path / "log", FAULT_AFTER=tmp_path / "go")
-    assert names(tmp_path / "log", tmp_path) == ["mkdir out/a"]
+    (only,) = counted(text, FAULT_AFTER=tmp_path / "go")
+    assert only.relative_to(tmp_path) == "mkdir out/a"
 
 
-def test_forked_processes_are_left_alone(script, tmp_path):
+def test_forked_processes_are_left_alone(counted, tmp_path):
     text = "import os; os.mkdir('out'); pid = os.fork(); os.mkdir(f'out/{pid > 0}')"
-    script(text, FAULT_LOG=tmp_path / "log")
-    assert names(tmp_path / "log", tmp_path) == ["mkdir out", "mkdir out/True"]
+    names = [each.relative_to(tmp_path) for each in counted(text)]
+    assert names == ["mkdir out", "mkdir out/True"]
 
 
-def test_threads_count_each_call_once(script, tmp_path):
+def test_threads_count_each_call_once(counted):
     text = """
 import os, threading
 os.mkdir("out")
@@ -218,12 +212,10 @@ threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
 [t.start() for t in threads]
 [t.join() for t in threads]
 """
-    script(text, FAULT_LOG=tmp_path / "log")
-    counted = sorted(operation.number for operation in operations(tmp_path / "log"))
-    assert counted == list(range(1, 1 + 4 + 4 * 200 + 1))
+    assert sorted(each.number for each in counted(text)) == list(range(1, 1 + 4 + 4 * 200 + 1))
 
 
-def test_opening_to_read_counts_if_wanted(script, tmp_path):
+def test_opening_to_read_counts_if_wanted(script):
     text = "import os; os.mkdir('out'); os.open('out', os.O_RDONLY)"
     done = script(text, FAULT_READS=1, FAULT_AT=2, FAULT_DO="EIO")
     assert done.returncode == 1

@@ -58,17 +58,17 @@ print("wrong", file=sys.stderr)
         assert running.err(rank) == "wrong\n"
 
 
-def test_commands_draw_other_random_numbers_as_interpreters_do(start):
-    text = "import random, numpy; print(random.random(), numpy.random.random())"
+def test_commands_draw_other_random_numbers_and_exit_handlers_run_as_in_interpreters(start):
+    text = """
+import atexit, random, numpy
+atexit.register(lambda: print("bye"))
+print(random.random(), numpy.random.random())
+"""
     running = start(text, ranks=2)
     running.wait()
-    assert len({*running.out(0).split(), *running.out(1).split()}) == 4
-
-
-def test_exit_handlers_run(start):
-    running = start("import atexit; atexit.register(print, 'bye')")
-    running.wait()
-    assert running.out() == "bye\n"
+    (*first, bye), (*second, again) = (running.out(rank).split() for rank in range(2))
+    assert len({*first, *second}) == 4
+    assert bye == again == "bye"
 
 
 @pytest.mark.parametrize("left", [True, False])

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from harness import DECODE, GLUE, LONG, NLG, RLHF, TINY, operations
+from harness import DECODE, GLUE, LONG, NLG, RLHF, TINY, evenly, operations
 
 from dschat_lora.assets import BUNDLED_DATA
 from helpers.addons import has_verb
@@ -90,13 +90,6 @@ MORE = {
 EVERY = {name: each for name, each in (WRITES | MORE).items() if has_verb(each.words[0])}
 
 
-def some(points, count):
-    """``count`` of the points, evenly with both ends; one: the middle."""
-    if count == 1 or len(points) < 3:
-        return points[len(points) // 2 :][:1] if count == 1 else points
-    return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]
-
-
 def contents(path):
     """Digests of a file, or of those of a directory, by name."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -149,7 +142,7 @@ def test_full_disk_at_a_write_is_one_line_and_leaves_no_half(name, room, verb_ru
     furnished, writes = room
     write = EVERY[name]
     words = [runs.get(word, word) for word in write.words]
-    for operation in some(writes(name), write.points if LONG else 1):
+    for operation in evenly(writes(name), write.points if LONG else 1):
         home = furnished(name)
         kept = contents(home / write.kept) if write.kept else None
         done = verb_run(

@@ -170,7 +170,7 @@ def option_table(command):
     return tuple(
         _of_field(name, annotation, option_aliases(each))
         for each in classes
-        for name, (_, annotation) in option_fields(each)
+        for name, (_, annotation) in option_fields(each).items()
     )
 
 
@@ -283,7 +283,8 @@ def run_line(line):
 def outcome_of(argv, main, *, whole=False):
     """The outcome of ``main`` by ``argv``: ``whole``, or short of what is imported late."""
     outcome, before = Outcome(), _files()
-    with _in_one_minute():
+    # What is imported for the whole may take longer on a busy machine.
+    with contextlib.nullcontext() if whole else _in_one_minute():
         _run(argv, main, outcome, whole)
     outcome.written = _files() - before
     return outcome
@@ -300,11 +301,11 @@ def _run(argv, main, outcome, whole):
         outcome.calls.append((values, named))
         raise _ReachedError
 
-    real = stage_main.LateFunction.load
+    real = stage_main.load_late
 
-    def load(late):
-        module, _, _ = late.path.partition(":")
-        return real(late) if whole or module in CHECKING else reach
+    def load(path):
+        module, _, _ = path.partition(":")
+        return real(path) if whole or module in CHECKING else reach
 
     def listen(where, **_):
         where[0].encode("idna")
@@ -316,7 +317,7 @@ def _run(argv, main, outcome, whole):
         with (
             replaced(
                 (sys, "argv", argv),
-                (stage_main.LateFunction, "load", load),
+                (stage_main, "load_late", load),
                 (train, "launch_stage", reach),
                 *(
                     (seeds, name, reach)

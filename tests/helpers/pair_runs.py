@@ -26,8 +26,8 @@ from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
 from dschat_lora.supervised.loop import evaluate, train_steps
-from dschat_lora.supervised.objectives import answer_loss
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective, reward_objective
+from dschat_lora.supervised.pair_stages import loss_of_type
 from helpers.runs import (
     LORA,
     RATE,
@@ -136,9 +136,9 @@ def objective_of(task, options, model, engine, *, on_the_fly):
     if on_the_fly:
         reference = partial(logprobs_at, Snapshot(list(trained_of(model).values())), engine)
     config = build_config(DpoStageConfig, options)
-    if (loss := answer_loss(config.dpo)) is not None:
-        return loss.make_objective(config, reference)
-    return dpo_objective(config.dpo, reference if config.dpo.has_reference else None)
+    if not config.dpo.has_reference:
+        return dpo_objective(config.dpo)
+    return loss_of_type(config).make_objective(config, reference)
 
 
 def share_of(group):
@@ -194,7 +194,7 @@ def train_pairs(
     with tempfile.TemporaryDirectory() as directory, divided_rows(context_parallel) as group:
         collate, more = PairCollator(0, layout, tight=group is not None, context=group), {}
         if loss_type == "kto":
-            loss = answer_loss(DpoConfig(loss_type=loss_type))
+            loss = loss_of_type(DpoStageConfig(dpo=DpoConfig(loss_type=loss_type)))
             more["logprobs"] = loss.logprobs
             collate = replace(loss.collator(0), context=group)
             samples = token_set(ragged_unpaired(pairs), directory, "unpaired")

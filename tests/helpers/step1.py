@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.config.options import parse_config
+from dschat_lora.checkpoint.history import step_directory
+from dschat_lora.checkpoint.manifest import write_manifest
+from dschat_lora.config.options import flatten, parse_config
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.report.rollout_file import FILE, members
+from dschat_lora.runtime.resume import options_to_keep
 from dschat_lora.runtime.stage_main import run_main
 from dschat_lora.runtime.validation import check_supervised
 
@@ -96,8 +99,8 @@ def deepspeed(*argv, launcher=()):
 
 def rollouts(directory):
     """The responses that a run of step 3 kept."""
-    found = members((directory / FILE).read_bytes())
-    return [json.loads(line) for text, _ in found for line in text.splitlines()]
+    texts = members((directory / FILE).read_bytes())
+    return [json.loads(line) for text, _ in texts for line in text.splitlines()]
 
 
 def metrics(directory, kind=None):
@@ -111,6 +114,19 @@ def write_jsonl(path, rows):
     """Rows, one JSON object a line; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def write_checkpoint(run, config, identity, *, step=5):
+    """The checkpoint of a run by this config, without tensors; returns its directory."""
+    directory = step_directory(Path(run), step)
+    directory.mkdir(parents=True)
+    state = {"step": step, "identity": identity, "options": options_to_keep(config)}
+    state["config"] = flatten(config)
+    (directory / "state.json").write_text(json.dumps(state))
+    write_manifest(directory, kind="checkpoint")
+    (Path(run) / "run.json").write_text("{}")
+    (Path(run) / "metrics.jsonl").write_text("{}\n")
+    return directory
 
 
 def write_adapter_config(directory, **changes):

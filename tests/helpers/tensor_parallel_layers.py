@@ -46,7 +46,7 @@ class Case:
     blocks: tuple[int, ...]
     transposed: bool = False
     bias: str = "frozen"  # or "none", "trained"
-    reads: Any = "dealt"
+    reads: str = "dealt"
     gathers: bool = False
     adapter: str = "on"  # or "off", "none"
     dropout: float = 0.0
@@ -88,8 +88,6 @@ CASES = {
     "Conv1D row, adapter off": Case("row", (24,), transposed=True, adapter="off"),
     "Conv1D row, no adapter": Case("row", (24,), transposed=True, adapter="none"),
 }
-# Of those the gradient of a factor that every rank holds is tried without the sum.
-UNCOPIED = ("column", "row", "Conv1D column, packed", "Conv1D row")
 # Places of the padding among the ids: none, of the first rank, of a later one.
 EMBEDDINGS = {"embedding": None, "embedding, padding 0": 0, "embedding, padding 40": 40}
 LLAMA_LAYERS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
@@ -99,12 +97,12 @@ HEAD_KINDS = ("loss", "logprobs", "policy", "policy whose entropy trains")
 
 def places(blocks, size, rank):
     """Of the numbers along the blocks those that are dealt to a rank, in turn from each block."""
-    found, begin = [], 0
+    numbers, begin = [], 0
     for block in blocks:
         each = math.ceil(block / size)
-        found += [begin + i for i in range(block) if i // each == rank]
+        numbers += [begin + i for i in range(block) if i // each == rank]
         begin += block
-    return torch.tensor(found, dtype=torch.long)
+    return torch.tensor(numbers, dtype=torch.long)
 
 
 def report(size):
@@ -112,9 +110,7 @@ def report(size):
     with divided(size) as group:
         return {
             "layers": layer_errors(group),
-            "layers without copies": layer_errors(group, UNCOPIED, copies=False),
             "embeddings": embedding_errors(group),
-            "embeddings without copies": embedding_errors(group, copies=False),
             "heads": head_errors(group),
             "models": models(group),
             "narrow": narrow_traffic(group),
@@ -133,20 +129,6 @@ def sequences(group, parallel):
         group.sequence_parallel = False
 
 
-@contextmanager
-def factors_uncopied(group, copies=False):
-    """Within, unless ``copies``, nobody sums the gradients of a factor that every rank holds."""
-    copy = group.copy
-
-    def all_but_parameters(x):
-        return x if isinstance(x, nn.Parameter) else copy(x)
-
-    with ExitStack() as stack:
-        if not copies:
-            stack.enter_context(patch.object(group, "copy", all_but_parameters))
-        yield
-
-
 def relative(found, expected):
     """Largest error as a share of the largest value."""
     if found is None or expected is None:
@@ -159,20 +141,20 @@ def relative(found, expected):
 # Linear layers
 
 
-def every_setting(group, copies=True):
+def every_setting(group):
     """(what stands behind a name, type) of each type, and whether tokens are dealt within."""
     for dtype in DTYPES:
         for parallel in (False, True):
-            with sequences(group, parallel), factors_uncopied(group, copies):
+            with sequences(group, parallel):
                 yield f", {dtype}" + ", sequence" * parallel, DTYPES[dtype]
 
 
-def layer_errors(group, names=tuple(CASES), *, copies=True):
+def layer_errors(group):
     """``{name, dtype and whether tokens are dealt: {tensor: error on this rank}}``."""
     return {
-        name + setting: linear_error(CASES[name], group, dtype)
-        for name in names
-        for setting, dtype in every_setting(group, copies)
+        name + setting: linear_error(case, group, dtype)
+        for name, case in CASES.items()
+        for setting, dtype in every_setting(group)
     }
 
 
@@ -185,15 +167,15 @@ def linear_error(case, group, dtype):
     torch.manual_seed(SEED)
     y = layer(group.enter(x) if case.reads == "entered" else x)
     y.backward(of["y"](values["g"]).to(dtype))
-    found = {"y": y.detach(), "x": x.grad}
+    computed = {"y": y.detach(), "x": x.grad}
     if case.adapter != "none":
-        found |= {"A": layer.lora_A.grad, "B": layer.lora_B.grad}
+        computed |= {"A": layer.lora_A.grad, "B": layer.lora_B.grad}
         if case.bias == "trained":
-            found["b"] = layer.trained_bias.grad
+            computed["b"] = layer.trained_bias.grad
     assert layer.weight.grad is None
     errors = {
         name: relative(value, of[name](whole[name]) if name in whole else None)
-        for name, value in found.items()
+        for name, value in computed.items()
     }
     # Draws after the layer are those after the whole layer.
     return errors | {"random numbers": relative(torch.rand(1), after)}
@@ -267,11 +249,10 @@ def linear_layer(case, group, values, of):
     base.bias.data = values["b"].clone()
     if case.bias == "none":
         base.register_parameter("bias", None)
+    split = RowParallel(group, case.blocks)
     if case.split == "column":
-        split: Any = ColumnParallel(group, case.blocks, reads=case.reads, gathers=case.gathers)
-    else:
-        split = RowParallel(group, case.blocks)
-    layer: Any = ParallelLinear(base, split, transposed=case.transposed)
+        split = ColumnParallel(group, case.blocks, reads=case.reads, gathers=case.gathers)
+    layer = ParallelLinear(base, split, transposed=case.transposed)
     if case.adapter == "none":
         return layer
     layer = adapted(
@@ -297,11 +278,11 @@ def adapted(layer, **config):
 # Embeddings
 
 
-def embedding_errors(group, *, copies=True):
+def embedding_errors(group):
     return {
         name + setting: embedding_error(padding, group, dtype)
         for name, padding in EMBEDDINGS.items()
-        for setting, dtype in every_setting(group, copies)
+        for setting, dtype in every_setting(group)
     }
 
 
@@ -371,7 +352,7 @@ def head_error(name, kind, group):
     base.weight.data = weight.clone()
     if base.bias is not None:
         base.bias.data = bias.clone()
-    layer: Any = ParallelLinear(base, ColumnParallel(group, (VOCAB,), reads="same", gathers=True))
+    layer = ParallelLinear(base, ColumnParallel(group, (VOCAB,), reads="same", gathers=True))
     if name == "adapted":
         layer = adapted(layer)
         with torch.no_grad():
@@ -491,7 +472,7 @@ def models(group):
     runs = {kind: (kind, ("all-linear",)) for kind in kinds}
     if group.size == 2:
         runs["llama, vocabulary too"] = ("llama", (*LLAMA_LAYERS, "embed_tokens", "lm_head"))
-    found = {}
+    by_name = {}
     for name, (kind, targets) in runs.items():
         loss, gradients = whole_model(kind, targets)
         for parallel in (False, True):
@@ -503,7 +484,7 @@ def models(group):
                 with recorded() as backward:
                     own.backward()
             parts = adapter_parameters(network.model)
-            found[name + ", sequence" * parallel] = {
+            by_name[name + ", sequence" * parallel] = {
                 "loss": relative(own.detach(), loss),
                 "gradients": max(
                     relative(p.grad, part_of(p, gradients[n])) for n, p in parts.items()
@@ -511,7 +492,7 @@ def models(group):
                 "forward": forward,
                 "backward": backward,
             }
-    return found
+    return by_name
 
 
 def whole_model(kind, targets):
@@ -526,7 +507,7 @@ def whole_model(kind, targets):
 
 def narrow_traffic(group):
     """Exchanges of a 16-bit layer's backward pass."""
-    found = {}
+    by_name = {}
     cases = {"column": CASES["column"], "row": CASES["row"]}
     for name, case in (cases | {"row, dealt tokens": CASES["row, trained bias"]}).items():
         with sequences(group, name not in cases):
@@ -535,9 +516,9 @@ def narrow_traffic(group):
             layer = linear_layer(case, group, values, of)
             layer.weight.data, layer.bias.data = layer.weight.bfloat16(), layer.bias.bfloat16()
             y = layer(of["x"](values["x"]).bfloat16())
-            with recorded() as found[name]:
+            with recorded() as by_name[name]:
                 y.backward(of["y"](values["g"]).bfloat16())
-    return found
+    return by_name
 
 
 # Tokens

@@ -122,7 +122,7 @@ def through(path, pairs, ids, *, size=2, sequence_parallel=False):
         size: of the tensor group.
         sequence_parallel: of the group.
     """
-    found = []
+    logits = []
     with divided(size, sequence_parallel=sequence_parallel) as group:
         for source, target in pairs:
             options = ModelConfig()
@@ -134,16 +134,16 @@ def through(path, pairs, ids, *, size=2, sequence_parallel=False):
             apply_lora(model, lora, seed=3)
             load_adapter(model, source)
             with torch.no_grad(), whole_sequences(model):
-                found.append(model(input_ids=torch.tensor(ids)).logits)
+                logits.append(model(input_ids=torch.tensor(ids)).logits)
             _save_adapter(Path(target), model, lora, path)
-    return found
+    return logits
 
 
 def fingerprints(path, sizes):
     """Base and adapter as one hash each, by the size of the tensor group."""
-    found = []
+    hashes = []
     for size in sizes:
         with divided(size) as group:
             model = load_model(path, LORA, group=group)
-            found.append((base_fingerprint(model), adapter_fingerprint(model)))
-    return found
+            hashes.append((base_fingerprint(model), adapter_fingerprint(model)))
+    return hashes

@@ -3,7 +3,11 @@
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from dschat_lora import __main__ as command
 from dschat_lora.assets import BUNDLED_MODEL
@@ -60,6 +64,22 @@ def stock_policy(directory):
     base = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
     model = peft.PeftModel.from_pretrained(base, directory / "sft" / "adapter").eval()
     return model, AutoTokenizer.from_pretrained(directory / "sft" / "adapter")
+
+
+def stock_scorer(base, adapter=None):
+    """``score(prompt, completion)`` by transformers and PEFT alone."""
+    tokenizer = AutoTokenizer.from_pretrained(adapter or base)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, str(adapter))
+    model.eval()
+
+    @torch.no_grad()
+    def score(prompt, completion):
+        ids = tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]
+        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
+
+    return score
 
 
 def greedy(model, tokenizer, prompt):

@@ -113,10 +113,10 @@ def test_a_killed_process_ends_the_run_with_one_line_that_says_how_to_go_on(host
     assert ended(runs, 20) == [[1], [-9]]
     (line,) = errors(runs[0])
     assert line.startswith("error: host B, rank 1 is gone (killed")
-    found = re.search(r"last checkpoint (step-\d+); resume with (.*)", line)
+    remedy = re.search(r"last checkpoint (step-\d+); resume with (.*)", line)
     record = json.loads((hosts.hosts["A"].disk / "kill" / "run.json").read_text("utf-8"))
     assert record["status"].startswith("failed: host B, rank 1 is gone")
-    resumed = hosts.start([*found[2].split(), "--max_steps", int(found[1][5:]) + 2])
+    resumed = hosts.start([*remedy[2].split(), "--max_steps", int(remedy[1][5:]) + 2])
     assert ended(resumed, 60) == [[0], [0]], resumed[0].output()
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from helpers.spread import ALL
-from helpers.tensor_parallel_layers import CASES, EMBEDDINGS, HEAD_KINDS, HEADS, UNCOPIED
+from helpers.tensor_parallel_layers import CASES, EMBEDDINGS, HEAD_KINDS, HEADS
 from helpers.tiny import KINDS
 
 pytestmark = pytest.mark.stage
@@ -67,18 +67,6 @@ def test_outputs_and_gradients_of_a_divided_layer_are_the_formulas(reports, name
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_outputs_and_gradients_of_a_divided_embedding_are_the_formulas(reports, name, size):
     assert not too_large(errors_of(reports(size), "embeddings", name))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [*UNCOPIED, *EMBEDDINGS])
-def test_without_a_factors_copy_its_gradient_alone_is_wrong(reports, name, size):
-    # That of a factor that every rank holds: outputs and the rest do not tell.
-    shared = "A" if "column" in name else "B"
-    part = "layers" if name in UNCOPIED else "embeddings"
-    errors = errors_of(reports(size), f"{part} without copies", name)
-    wrong = {key: error for key, error in errors.items() if key[2] == shared}
-    assert min(wrong.values()) > 0.3
-    assert not too_large({key: error for key, error in errors.items() if key not in wrong})
 
 
 @pytest.mark.parametrize("size", SIZES)

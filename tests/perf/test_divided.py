@@ -89,10 +89,10 @@ def test_weights_gradients_and_optimizer_are_those_of_a_ranks_part():
     attention = 3 * (16 * 32 + 16) + 32 * 16 + 32
     mlp = 64 * 32 + 64 + 32 * 64 + 32
     frozen = 3 * (attention + mlp + 4 * 32) + 40 * 32 + (64 + 2) * 32 + 2 * 32
-    found = estimate(model)
-    assert found.weights == 2 * frozen + 4 * adapters
-    assert found.gradients == 4 * adapters
-    assert found.optimizer == 8 * adapters
+    whole = estimate(model)
+    assert whole.weights == 2 * frozen + 4 * adapters
+    assert whole.gradients == 4 * adapters
+    assert whole.optimizer == 8 * adapters
 
 
 def test_a_rank_holds_its_share_of_the_logits_unless_the_head_is_adapted():

@@ -157,7 +157,7 @@ def test_the_backward_pass_of_a_wide_mlp_is_the_peak_of_a_step(family, variant, 
     if recomputes:
         checkpoint(model)
     most = peak_of_step(model, length)
-    found = estimate(
+    needed = estimate(
         model,
         rows=1,
         length=length,
@@ -165,9 +165,9 @@ def test_the_backward_pass_of_a_wide_mlp_is_the_peak_of_a_step(family, variant, 
         chunk_logits=MAX_CHUNK_LOGITS_CPU,
         mask_bytes=0,
     )
-    assert found.temporaries > 0.05 * found.activations
+    assert needed.temporaries > 0.05 * needed.activations
     # Gradients of parameters come as activations go.
-    assert found.activations + found.loss + found.temporaries == pytest.approx(most, rel=0.08)
+    assert needed.activations + needed.loss + needed.temporaries == pytest.approx(most, rel=0.08)
 
 
 def test_inputs_on_the_host_leave_two_on_the_device():
@@ -179,8 +179,8 @@ def test_inputs_on_the_host_leave_two_on_the_device():
     )
     positions = ROWS * LENGTH
     assert kept - moved == 6 * positions * 32 * 4
-    found = [offloaded_bytes(eight, positions=n, compute_dtype=torch.float32) for n in (8, 9, 16)]
-    assert found == [8 * 1024, 8 * 2048, 8 * 2048]
+    host = [offloaded_bytes(eight, positions=n, compute_dtype=torch.float32) for n in (8, 9, 16)]
+    assert host == [8 * 1024, 8 * 2048, 8 * 2048]
     plain = (estimate(eight, offload_activations=on) for on in (False, True))
     assert next(plain) == next(plain)
 
@@ -236,8 +236,8 @@ def test_masks_take_what_is_counted_for_each_pair_of_positions(
     short, long = (peak_of_step(built(), n, by_spans=by_spans) for n in (length // 2, length))
     backbone = Backbone(built())
     backbone.by_spans = by_spans
-    found = backbone.mask_bytes(torch.device("cpu"), length=length, recomputes=recomputes)
-    assert found == expected
+    counted = backbone.mask_bytes(torch.device("cpu"), length=length, recomputes=recomputes)
+    assert counted == expected
     assert (long - 2 * short) / (length**2 - 2 * (length // 2) ** 2) == pytest.approx(
         expected, abs=0.1
     )
@@ -302,8 +302,8 @@ def test_offload_leaves_optimizer_state_to_the_host_and_at_zero_3_weights_too():
 def test_the_update_of_16_bit_weights_makes_their_gradients_anew_once_activations_are_gone():
     model = build("opt", "full", torch.bfloat16, attn="sdpa")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    found = estimate(model, rows=1, length=1, zero_stage=1)
-    assert found.activations + found.loss + found.update == trained * (2 + 4)
+    needed = estimate(model, rows=1, length=1, zero_stage=1)
+    assert needed.activations + needed.loss + needed.update == trained * (2 + 4)
     assert estimate(model, rows=10**6, zero_stage=1).update == 0
 
 
@@ -313,11 +313,11 @@ def test_gradients_of_a_single_micro_batch_come_as_its_activations_go(stage):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     shared, here = trained // 4, trained // 4 if stage == 2 else trained
     for rows in (1, 8, 10**6):
-        found = estimate(model, rows=rows, zero_stage=stage, world_size=4, accumulates=False)
+        needed = estimate(model, rows=rows, zero_stage=stage, world_size=4, accumulates=False)
         many = estimate(model, rows=rows, zero_stage=stage, world_size=4)
-        kept = found.weights + 12 * shared
-        passing = found.activations + found.loss + found.temporaries
-        assert found.total == kept + max(passing, 2 * here + 6 * shared)
+        kept = needed.weights + 12 * shared
+        passing = needed.activations + needed.loss + needed.temporaries
+        assert needed.total == kept + max(passing, 2 * here + 6 * shared)
         assert many.total == kept + 2 * here + max(passing, 6 * shared)
 
 

@@ -68,8 +68,8 @@ def decide(
     def bytes_of(config):
         values = flatten(config)
         on = [name for name in options if values[name] is True]
-        found = need(on) if peak is None else need(on, trained(config)[0])
-        return None if found is None else round(found * GIB)
+        needed = need(on) if peak is None else need(on, trained(config)[0])
+        return None if needed is None else round(needed * GIB)
 
     load = LoadConfig(training_graphs=graphs)
     costs = StepCosts(bytes_of, trained, load, peak, budget=0.9 * free * GIB)
@@ -314,8 +314,8 @@ def test_smaller_micro_batches_make_the_same_step():
     sizes = [(s[ROWS], s[TIMES]) for s in smaller_micro_batches(config, longest=512)]
     assert sizes == [(4, 6), (3, 8), (2, 12), (1, 24)]
     config = parse_config(RlhfConfig, ["--tokens_per_device", "4000"])
-    found = [*smaller_micro_batches(config, longest=512)]
-    assert found == [{"tokens_per_device": 2000}, {"tokens_per_device": 1000}]
+    budgets = [*smaller_micro_batches(config, longest=512)]
+    assert budgets == [{"tokens_per_device": 2000}, {"tokens_per_device": 1000}]
 
 
 def test_host_memory_is_shared_by_the_processes_of_a_node_and_the_least_counts(monkeypatch):

@@ -45,8 +45,8 @@ def test_one_rank_exchanges_nothing():
 
 def test_accumulation_repeats_sums_at_zero_2_and_3_alone():
     def summed(stage):
-        found = data_exchanges(SIZE, zero_stage=stage, ranks=4, micro_batches=3)
-        return sum(each.bytes for each in found if each.kind != "all_gather")
+        exchanged = data_exchanges(SIZE, zero_stage=stage, ranks=4, micro_batches=3)
+        return sum(each.bytes for each in exchanged if each.kind != "all_gather")
 
     assert [summed(stage) for stage in range(4)] == [8_000, 8_000, 24_000, 24_000]
 

@@ -63,14 +63,14 @@ def test_other_ranks_write_nothing(tmp_path):
 
 def test_environment_names_command_versions_commit_and_platform(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py", "--lora_dim", "8"])
-    found = circumstances()
-    assert found["command"][1:] == ["main.py", "--lora_dim", "8"]
-    assert found["versions"]["python"] == platform.python_version()
+    told = circumstances()
+    assert told["command"][1:] == ["main.py", "--lora_dim", "8"]
+    assert told["versions"]["python"] == platform.python_version()
     for name in ("torch", "deepspeed", "transformers", "datasets"):
-        assert found["versions"][name] == version(name)
-    assert found["git_commit"] is None or len(found["git_commit"]) == 40
-    assert found["platform"] == platform.platform()
-    json.dumps(found)
+        assert told["versions"][name] == version(name)
+    assert told["git_commit"] is None or len(told["git_commit"]) == 40
+    assert told["platform"] == platform.platform()
+    json.dumps(told)
 
 
 def test_package_that_is_not_installed_has_no_version(monkeypatch):

@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.checkpoint.history import step_directory
-from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.options import flatten, parse_config
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime import memory
-from dschat_lora.runtime.resume import check_identity, options_to_keep, settle
-from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
-from helpers.step1 import checked, parsed
+from dschat_lora.runtime.resume import check_identity, settle
+from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
+from helpers.step1 import checked, parsed, write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -35,41 +33,18 @@ def test_deepspeed_is_told_of_one_row_a_micro_batch():
     assert checked().batch.per_device_train_batch_size == 16
 
 
-def test_tokens_and_rows_are_not_both_counted():
-    assert error_of("--tokens_per_device", 1024, "--per_device_train_batch_size", 16) == (
-        "--tokens_per_device 1024 and --per_device_train_batch_size 16 both say what a micro-batch "
-        "holds; give one"
-    )
-    assert "--tokens_per_device must be >= 0, got -1" in error_of("--tokens_per_device", -1)
-
-
-def test_a_micro_batch_holds_the_longest_row():
-    assert error_of("--tokens_per_device", 127, "--max_seq_len", 128) == (
-        "--tokens_per_device 127 is less than a row may take with --max_seq_len 128; give 128 or "
-        "more, or lower --max_seq_len"
-    )
-    checked("--tokens_per_device", 128, "--max_seq_len", 128)
-
-
-@pytest.mark.parametrize(("config", "rules"), [(RewardStageConfig, REWARD), (DpoStageConfig, DPO)])
-def test_a_micro_batch_holds_both_sequences_of_a_pair(config, rules):
-    def check(*argv):
-        return check_supervised(parse_config(config, list(map(str, argv))), rules=rules)
-
-    assert "--max_seq_len 128, twice that for a pair; give 256 or more" in error_of(
-        "--tokens_per_device", 255, "--max_seq_len", 128, check=check
-    )
-    check("--tokens_per_device", 256, "--max_seq_len", 128)
+@pytest.mark.parametrize(
+    ("config", "rules", "longest"),
+    [(SupervisedConfig, SFT, 128), (RewardStageConfig, REWARD, 256), (DpoStageConfig, DPO, 256)],
+)
+def test_a_micro_batch_that_holds_the_longest_row_is_taken(config, rules, longest):
+    argv = ["--tokens_per_device", str(longest), "--max_seq_len", "128"]
+    assert check_supervised(parse_config(config, argv), rules=rules)
 
 
 @pytest.mark.parametrize("field", ["train_micro_batch_size_per_gpu", "train_batch_size"])
-def test_a_deepspeed_json_counts_no_rows_beside_tokens(tmp_path, field):
+def test_a_deepspeed_json_leaves_the_number_of_rows_open(tmp_path, field):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({field: 4}))
-    assert error_of("--tokens_per_device", 1024, "--deepspeed_config", path) == (
-        f"--deepspeed_config {path} sets {field} to 4, a number of rows, but --tokens_per_device "
-        '1024 counts tokens; write "auto" in the file'
-    )
     path.write_text(json.dumps({field: "auto", "gradient_accumulation_steps": 2}))
     batch = checked("--tokens_per_device", 1024, "--deepspeed_config", path).batch
     assert batch.gradient_accumulation_steps == 2
@@ -78,21 +53,10 @@ def test_a_deepspeed_json_counts_no_rows_beside_tokens(tmp_path, field):
 def save(tmp_path, *argv):
     """A checkpoint as a run of one process left it."""
     config = checked(*argv)
-    directory = step_directory(tmp_path / "out", 5)
-    directory.mkdir(parents=True)
     batch = config.batch
     rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-    state = {
-        "step": 5,
-        "identity": {"rows_per_step": rows, "tokens_per_device": batch.tokens_per_device or None},
-        "options": options_to_keep(config),
-        "config": flatten(config),
-    }
-    (directory / "state.json").write_text(json.dumps(state))
-    write_manifest(directory, kind="checkpoint")
-    (tmp_path / "out" / "run.json").write_text("{}")
-    (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
-    return directory
+    identity = {"rows_per_step": rows, "tokens_per_device": batch.tokens_per_device or None}
+    return write_checkpoint(tmp_path / "out", config, identity)
 
 
 def resumed(*argv):

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,10 +122,7 @@ def made(
     config = build_config(SupervisedConfig, OPTIONS | {"output_dir": str(directory)} | options)
     object.__setattr__(config, "checkpoint", str(checkpoint))
     earlier = bool(checkpoint) and Path(checkpoint).parent.parent == directory.absolute()
-    with (
-        RunLog(directory, active=True, earlier=earlier) as log,
-        contextlib.ExitStack() as closing,
-    ):
+    with RunLog(directory, active=True, earlier=earlier) as log, contextlib.ExitStack() as closing:
         run = SimpleNamespace(
             config=config,
             directory=directory,
@@ -172,9 +170,38 @@ def go(checkpointer, steps, *, skipped=(), last=None, requests=()):
 # ---------------------------------------------------------------------------- when
 
 
-def test_state_is_saved_at_every_interval(stubbed):
-    checkpointer, saver = stubbed()
-    assert go(checkpointer, range(1, 11)) == saver.saved == [3, 6, 9]
+@pytest.mark.parametrize(
+    ("options", "steps", "how", "saved"),
+    [
+        ({}, 10, {}, [3, 6, 9]),
+        ({}, 4, {"last": 4}, [3, 4]),
+        ({}, 3, {"last": 3}, [3]),
+        ({"save_interval": 0, "save_minutes": 0.0}, 10, {"last": 10}, []),
+        ({"save_interval": 0}, 7, {"last": 7}, [7]),
+        ({}, 6, {"requests": {2: DUE}}, [2, 3, 6]),
+        ({}, 8, {"skipped": (3, 4)}, [5, 6]),
+        ({}, 6, {"skipped": (2, 4), "requests": {2: DUE}}, [3, 6]),
+        ({}, 5, {"skipped": (3, 4, 5), "last": 5}, [5]),
+    ],
+    ids=[
+        "every interval",
+        "the last step",
+        "the last step at an interval, once",
+        "neither by steps nor by time",
+        "by time alone: the last step",
+        "when time asks for it",
+        "a skipped step is owed to the next good one",
+        "so is one that time asks for",
+        "a skipped last step",
+    ],
+)
+def test_state_is_saved(stubbed, options, steps, how, saved):
+    checkpointer, saver = stubbed(**options)
+    assert go(checkpointer, range(1, steps + 1), **how) == saver.saved == saved
+    told = checkpointer.run.record._content.get("checkpoints", {})
+    assert told.get("saved") == (len(saved) if saved and "last" in how else None)
+    # before each, and for the last
+    assert saver.waits == len(saved) + bool(saved and "last" in how)
 
 
 def test_what_belongs_beside_a_checkpoint_is_written_before_it(stubbed):
@@ -184,46 +211,6 @@ def test_what_belongs_beside_a_checkpoint_is_written_before_it(stubbed):
     )
     go(checkpointer, range(1, 8))
     assert there == [(3, []), (6, [3])]
-
-
-def test_last_step_is_saved_wherever_it_falls_and_waited_for(stubbed):
-    checkpointer, saver = stubbed()
-    assert go(checkpointer, range(1, 5), last=4) == saver.saved == [3, 4]
-    assert saver.waits == 3  # before each, and for the last
-    assert checkpointer.run.record._content["checkpoints"]["saved"] == 2
-
-
-def test_last_step_at_an_interval_is_saved_once(stubbed):
-    checkpointer, saver = stubbed()
-    assert go(checkpointer, range(1, 4), last=3) == saver.saved == [3]
-
-
-def test_nothing_is_saved_where_neither_steps_nor_time_ask_for_it(stubbed):
-    checkpointer, saver = stubbed(save_interval=0, save_minutes=0.0)
-    assert go(checkpointer, range(1, 11), last=10) == saver.saved == []
-    assert "checkpoints" not in checkpointer.run.record._content
-
-
-def test_run_saved_by_time_alone_is_saved_last(stubbed):
-    checkpointer, saver = stubbed(save_interval=0)
-    assert go(checkpointer, range(1, 8), last=7) == saver.saved == [7]
-
-
-def test_state_is_saved_when_time_asks_for_it(stubbed):
-    checkpointer, saver = stubbed()
-    assert go(checkpointer, range(1, 7), requests={2: DUE}) == saver.saved == [2, 3, 6]
-
-
-def test_skipped_step_is_not_saved_and_owed_to_the_next_good_one(stubbed):
-    checkpointer, saver = stubbed()
-    assert go(checkpointer, range(1, 9), skipped=(3, 4)) == saver.saved == [5, 6]
-    checkpointer, saver = stubbed()
-    assert go(checkpointer, range(1, 7), skipped=(2, 4), requests={2: DUE}) == saver.saved == [3, 6]
-
-
-def test_skipped_last_step_is_saved(stubbed):
-    checkpointer, saver = stubbed()
-    assert go(checkpointer, range(1, 6), skipped=(3, 4, 5), last=5) == saver.saved == [5]
 
 
 def test_save_is_due_by_the_minutes_since_the_last_one(stubbed, clock):
@@ -238,11 +225,7 @@ def test_save_is_due_by_the_minutes_since_the_last_one(stubbed, clock):
     assert checkpointer.requests() == NOTHING
     clock.now += 1.0
     assert checkpointer.requests() == DUE
-
-
-def test_save_is_never_due_without_minutes(stubbed, clock):
-    checkpointer, _ = stubbed(save_minutes=0.0)
-    clock.now += 1e9
+    checkpointer._options = replace(checkpointer._options, save_minutes=0.0)
     assert checkpointer.requests() == NOTHING
 
 
@@ -296,22 +279,6 @@ def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, cap
     assert checkpointer.run.record._content["status"] == "interrupted by SIGTERM at step 2"
 
 
-def test_skipped_step_is_saved_on_the_way_out(stubbed):
-    checkpointer, saver = stubbed()
-    checkpointer.run.interrupts.received = 2
-    with pytest.raises(Stopped):
-        checkpointer.after_step(1, STOP, skipped=True, last=False)
-    assert saver.saved == [1]
-
-
-def test_last_step_of_a_run_told_to_stop_is_saved_once_and_ends_it(stubbed):
-    checkpointer, saver = stubbed()
-    checkpointer.run.interrupts.received = 2
-    with pytest.raises(Stopped) as ended:
-        checkpointer.after_step(3, STOP, skipped=False, last=True)
-    assert (ended.value.code, saver.saved) == (130, [3])
-
-
 def test_what_is_saved_already_is_not_saved_again(stubbed):
     checkpointer, saver = stubbed()
     go(checkpointer, [1, 2, 3])
@@ -328,6 +295,36 @@ def test_run_that_is_stopped_before_its_first_step_has_nothing_to_save(stubbed, 
     assert capsys.readouterr().out == ("stopped by SIGINT after step 0; nothing was learnt yet\n")
 
 
+@pytest.mark.parametrize(("step", "skipped", "last"), [(1, True, False), (3, False, True)])
+def test_step_on_the_way_out_is_saved_once_skipped_or_last(stubbed, step, skipped, last):
+    checkpointer, saver = stubbed()
+    checkpointer.run.interrupts.received = 2
+    with pytest.raises(Stopped) as ended:
+        checkpointer.after_step(step, STOP, skipped=skipped, last=last)
+    assert (ended.value.code, saver.saved) == (130, [step])
+
+
+@pytest.mark.parametrize(
+    ("part", "failure", "words"),
+    [
+        ("saver", OSError(28, "No space left", "x"), "^x: No space left. There is no checkpoint"),
+        ("saver", ValueError("step-4 was not written: w"), "^step-4 was not written: w. There is"),
+        ("log", OSError(28, "No space left"), "No space left. There is no checkpoint yet"),
+        ("record", OSError(28, "No space left", "run.json"), "run.json: No space left"),
+    ],
+)
+def test_what_could_not_be_written_ends_the_run_before_a_signal_does(stubbed, part, failure, words):
+    checkpointer, saver = stubbed()
+    checkpointer.run.interrupts.received = 15
+    {"saver": saver, "log": checkpointer.run.log, "record": checkpointer.run.record}[
+        part
+    ].failure = failure
+    requests = checkpointer.requests()
+    assert requests == [1.0, *FAILED[1:]]
+    with pytest.raises(type(failure), match=words):
+        checkpointer.after_step(4, requests, skipped=False, last=False)
+
+
 def test_failed_disk_ends_the_run_by_name_and_with_the_last_good_checkpoint(stubbed):
     checkpointer, saver = stubbed()
     go(checkpointer, [1, 2, 3])
@@ -338,37 +335,6 @@ def test_failed_disk_ends_the_run_by_name_and_with_the_last_good_checkpoint(stub
     with pytest.raises(OSError, match=message):
         checkpointer.after_step(4, FAILED, skipped=False, last=False)
     assert saver.saved == [3]
-
-
-def test_failed_disk_goes_before_a_signal(stubbed):
-    checkpointer, saver = stubbed()
-    checkpointer.run.interrupts.received = 15
-    saver.failure = OSError(28, "No space left on device", "x")
-    with pytest.raises(OSError, match="x: No space left on device. There is no checkpoint yet"):
-        checkpointer.after_step(4, checkpointer.requests(), skipped=False, last=False)
-
-
-def test_tensor_that_is_not_finite_ends_the_run_with_its_name(stubbed):
-    checkpointer, saver = stubbed()
-    saver.failure = ValueError("step-00000004 was not written: w holds values")
-    with pytest.raises(ValueError, match="^step-00000004 was not written: w holds values. There"):
-        checkpointer.after_step(5, checkpointer.requests(), skipped=False, last=False)
-
-
-def test_failed_log_ends_the_run(stubbed):
-    checkpointer, _ = stubbed()
-    checkpointer.run.log.failure = OSError(28, "No space left on device")
-    assert checkpointer.requests() == FAILED
-    with pytest.raises(OSError, match="No space left on device. There is no checkpoint yet"):
-        checkpointer.after_step(1, FAILED, skipped=False, last=False)
-
-
-def test_failed_record_ends_the_run(stubbed):
-    checkpointer, _ = stubbed()
-    checkpointer.run.record.failure = OSError(28, "No space left on device", "out/run.json")
-    assert checkpointer.requests() == FAILED
-    with pytest.raises(OSError, match="out/run.json: No space left on device"):
-        checkpointer.after_step(1, FAILED, skipped=False, last=False)
 
 
 def test_checkpoint_being_written_is_finished_whatever_ends_the_run(stubbed):
@@ -422,6 +388,10 @@ def earlier(tmp_path):
     return step_directory(tmp_path / "out", 2)
 
 
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def steps_in(directory):
     text = (directory / "metrics.jsonl").read_text()
     return [json.loads(line)["step"] for line in text.splitlines()]
@@ -454,24 +424,18 @@ def test_directory_stays_locked_while_a_run_goes_on_in_it(earlier):
         "from pathlib import Path; from dschat_lora.report.directory import check_idle\n"
         "check_idle(Path('out'))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     with made(checkpoint=earlier) as checkpointer:
         checkpointer.restore()
-        other = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        other = subprocess.run([sys.executable, "-c", code], check=False, **process)
     assert "another run is writing to out" in other.stderr
 
 
 def test_plan_that_ends_before_the_checkpoint_changes_nothing(earlier, tmp_path):
-    files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    files = contents(tmp_path / "out")
     with made(checkpoint=earlier) as checkpointer, pytest.raises(ValueError, match="after step 2"):
         checkpointer.restore(num_steps=1)
-    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
+    assert contents(tmp_path / "out") == files
 
 
 def test_file_that_the_manifest_does_not_list_is_not_read(earlier):
@@ -494,15 +458,15 @@ def test_clock_of_a_restored_run_starts_when_it_is_restored(earlier, clock):
 
 
 def test_run_restored_elsewhere_leaves_the_first_directory_alone(earlier, tmp_path):
-    files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    files = contents(tmp_path / "out")
     with made(tmp_path / "fork", checkpoint=earlier) as checkpointer:
         checkpointer.restore()
         assert steps_in(tmp_path / "fork") == [1, 2]
-    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
+    assert contents(tmp_path / "out") == files
 
 
 def test_other_identity_is_refused_before_anything_changes(earlier, tmp_path):
-    files = {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    files = contents(tmp_path / "out")
     engine, part = Engine(), Part("now")
     with made(
         engine=engine, part=part, checkpoint=earlier, identity=IDENTITY | {"model": "other"}
@@ -511,7 +475,7 @@ def test_other_identity_is_refused_before_anything_changes(earlier, tmp_path):
             checkpointer.restore()
         assert torch.equal(engine.value, torch.zeros(3))
         assert part.held == "now"
-    assert {p: p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()} == files
+    assert contents(tmp_path / "out") == files
 
 
 def test_fresh_run_has_nothing_to_restore(stubbed):

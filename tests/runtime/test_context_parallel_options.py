@@ -21,28 +21,6 @@ def two_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--context_parallel_size", 3), "3 does not divide the number of launched processes, 2"),
-        ((*TWO, "--tensor_parallel_size", 2), "--tensor_parallel_size 2 divides the model and"),
-        ((*TWO, "--attn_implementation", "eager"), "2 exchanges the heads of sdpa"),
-        ((*TWO, "--router_aux_loss_coef", 0.1), "--router_aux_loss_coef 0.1 is about a whole row"),
-        ((*TWO, "--neftune_noise_alpha", 5), "--neftune_noise_alpha 5 is about a whole row"),
-        (("--context_parallel_size", 0), "--context_parallel_size must be >= 1, got 0"),
-    ],
-)
-def test_what_needs_whole_rows_or_other_processes_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        checked("--data_path", "row.jsonl", *options)
-
-
-def test_heads_that_the_processes_cannot_share_are_named(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match="8 does not divide the model's 4 .* heads; 1, 2, 4 would"):
-        checked("--data_path", "row.jsonl", "--context_parallel_size", 8)
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_rotation_by_the_longest_row_is_refused(nested):
     rope = {"rope_type": "dynamic", "factor": 2.0}

@@ -100,12 +100,12 @@ def test_auto_takes_graphs_where_their_memory_fits_too(monkeypatch):
         (0, "on", True),
     ):
         load = LoadConfig(training_graphs=option)
-        found, names = plan_graphs(plan, {"model": one}, load, free=free)
+        needed, names = plan_graphs(plan, {"model": one}, load, free=free)
         assert names == ["model"] * taken
         # They are kept while responses are drawn, too.
-        assert found.graphs == taken * kept
-        assert (", CUDA graphs " in found.line()) == taken
-        assert found.peak - plan.peak == taken * kept
+        assert needed.graphs == taken * kept
+        assert (", CUDA graphs " in needed.line()) == taken
+        assert needed.peak - plan.peak == taken * kept
 
 
 def test_a_cpu_takes_none(monkeypatch):

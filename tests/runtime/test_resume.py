@@ -12,17 +12,16 @@ import pytest
 from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.checkpoint.history import read_state, step_directory
 from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.options import flatten
 from dschat_lora.data.digests import NOT_COMPARED
 from dschat_lora.data.samples import SequenceSample, TokenSet
 from dschat_lora.runtime.resume import (
     check_identity,
-    goes_on_in_place,
     options_to_keep,
+    resumes_in_place,
     run_of,
     settle,
 )
-from helpers.step1 import ROOT, checked, parsed, refused, write_jsonl
+from helpers.step1 import ROOT, checked, parsed, refused, write_checkpoint, write_jsonl
 
 __all__ = ["refused"]
 
@@ -47,21 +46,10 @@ def earlier(tmp_path):
 
     def make(*argv, run="out", step=5, world_size=1):
         config = checked(*argv)
-        directory = step_directory(tmp_path / run, step)
-        directory.mkdir(parents=True)
         rows = config.batch.per_device_train_batch_size * world_size
-        state = {
-            "step": step,
-            "identity": IDENTITY
-            | {"rows_per_step": rows * config.batch.gradient_accumulation_steps},
-            "options": options_to_keep(config),
-            "config": flatten(config),
-        }
-        (directory / "state.json").write_text(json.dumps(state))
-        write_manifest(directory, kind="checkpoint")
-        (tmp_path / run / "run.json").write_text("{}")
-        (tmp_path / run / "metrics.jsonl").write_text("{}\n")
-        return directory
+        rows *= config.batch.gradient_accumulation_steps
+        identity = IDENTITY | {"rows_per_step": rows}
+        return write_checkpoint(tmp_path / run, config, identity, step=step)
 
     return make
 
@@ -116,7 +104,7 @@ def test_checkpoint_given_by_path_is_the_one(earlier, tmp_path):
         earlier(step=step)
     config = resumed(step_directory(tmp_path / "out", 5), "--output_dir", "out")
     assert config.checkpoint == str(step_directory(tmp_path / "out", 5))
-    assert goes_on_in_place(config)
+    assert resumes_in_place(config)
 
 
 def test_path_may_be_relative_and_gives_the_directory_of_its_run(earlier, tmp_path):
@@ -124,7 +112,7 @@ def test_path_may_be_relative_and_gives_the_directory_of_its_run(earlier, tmp_pa
     config = resumed("out/checkpoints/step-00000005")
     assert config.checkpoint == str(step_directory(tmp_path / "out", 5))
     assert config.run.output_dir == "out"
-    assert goes_on_in_place(config)
+    assert resumes_in_place(config)
 
 
 def test_home_is_understood_in_paths(earlier, tmp_path, monkeypatch):
@@ -136,7 +124,7 @@ def test_home_is_understood_in_paths(earlier, tmp_path, monkeypatch):
         resumed("latest", "--output_dir", "~/out"),
     ):
         assert config.checkpoint == str(step_directory(tmp_path / "out", 5))
-        assert goes_on_in_place(config)
+        assert resumes_in_place(config)
 
 
 @pytest.mark.parametrize("how", ["latest", "auto"])
@@ -153,7 +141,7 @@ def test_checkpoint_of_another_directory_begins_a_run_of_its_own(earlier):
     earlier()
     config = resumed("out", "--output_dir", "fork")
     assert config.run.output_dir == "fork"
-    assert not goes_on_in_place(config)
+    assert not resumes_in_place(config)
 
 
 def test_directory_by_another_name_is_the_same(earlier, tmp_path):
@@ -161,8 +149,8 @@ def test_directory_by_another_name_is_the_same(earlier, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "link").symlink_to("out")
     for name in ("link", "sub/../out", tmp_path / "out"):
-        assert goes_on_in_place(resumed("latest", "--output_dir", name))
-        assert goes_on_in_place(resumed("out", "--output_dir", name))
+        assert resumes_in_place(resumed("latest", "--output_dir", name))
+        assert resumes_in_place(resumed("out", "--output_dir", name))
 
 
 def test_directory_of_the_process_is_never_the_checkpoints(earlier):
@@ -224,33 +212,6 @@ def test_auto_starts_afresh_where_there_is_nothing(options, capsys):
     assert capsys.readouterr().out == f"no checkpoint to go on from{where}: a fresh start\n"
 
 
-ADVICE = "name the run with --output_dir, or use auto to start afresh where there is none"
-
-
-@pytest.mark.parametrize(
-    ("how", "options", "message"),
-    [
-        ("latest", [], f"latest: there is no run to go on with; {ADVICE}"),
-        ("latest", ["--output_dir", "out"], f"latest: out holds no checkpoint; {ADVICE}"),
-        ("nowhere/checkpoints/step-00000005", [], "nowhere/checkpoints/step-00000005 does not"),
-        (
-            "nowhere",
-            [],
-            "nowhere must be latest, auto, a checkpoint, or the output directory of a run with one",
-        ),
-        ("last", ["--output_dir", "out"], "last must be latest, auto, a checkpoint, or the "),
-    ],
-)
-def test_nothing_to_go_on_from_says_what_would_do(how, options, message):
-    assert no_resume(how, *options).startswith(f"--resume_from_checkpoint {message}")
-
-
-def test_directory_that_is_no_checkpoint_is_refused_by_its_manifest(tmp_path):
-    (tmp_path / "out" / "checkpoints" / "mine").mkdir(parents=True)
-    message = no_resume("out/checkpoints/mine")
-    assert "cannot be used: out/checkpoints/mine/manifest.json is missing; use latest" in message
-
-
 def test_copy_of_a_checkpoint_needs_a_directory_for_the_run(earlier, tmp_path):
     shutil.copytree(earlier(), tmp_path / "kept")
     assert run_of(tmp_path / "kept") is None
@@ -258,7 +219,7 @@ def test_copy_of_a_checkpoint_needs_a_directory_for_the_run(earlier, tmp_path):
     assert message == "--resume_from_checkpoint kept lies in no run; give an --output_dir"
     config = resumed("kept", "--output_dir", "new")
     assert config.checkpoint == str(tmp_path / "kept")
-    assert not goes_on_in_place(config)
+    assert not resumes_in_place(config)
 
 
 @pytest.mark.parametrize("how", ["latest", "auto"])
@@ -530,21 +491,21 @@ def test_data_that_changed_are_refused_with_the_place_or_accepted_by_an_option(e
     state = json.loads((checkpoint / "state.json").read_text())
     state["identity"] |= {"train_data": before.digest.to_dict(), "rows": 41}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    found = IDENTITY | {"train_data": before, "eval_data": before, "rows": 41}
+    current = IDENTITY | {"train_data": before, "eval_data": before, "rows": 41}
     words = f"the evaluation data {NOT_COMPARED}"
     with pytest.raises(ValueError, match="another one") as error:
-        check_identity(checkpoint, found)
+        check_identity(checkpoint, current)
     assert str(error.value).endswith(f"differs: {words}; --accept_changed_data goes on")
-    found |= {"train_data": now, "rows": 40}
+    current |= {"train_data": now, "rows": 40}
     with pytest.raises(ValueError, match=r"now 69; they differ from samples 65 to 128 on\); "):
-        check_identity(checkpoint, found)
-    check_identity(checkpoint, found, accepts_changed_data=True)
+        check_identity(checkpoint, current)
+    check_identity(checkpoint, current, accepts_changed_data=True)
     assert f"  note         accepted as it is: {words}\n" in capsys.readouterr().out
-    found |= {"tokenizer": "other"}
+    current |= {"tokenizer": "other"}
     with pytest.raises(ValueError, match=r"65 to 128 on\)$"):
-        check_identity(checkpoint, {**found, "eval_data": "dd", "rows": 41})
+        check_identity(checkpoint, {**current, "eval_data": "dd", "rows": 41})
     with pytest.raises(ValueError, match="another one") as error:
-        check_identity(checkpoint, found, accepts_changed_data=True)
+        check_identity(checkpoint, current, accepts_changed_data=True)
     assert str(error.value).endswith("what differs: the tokenizer (was bb, now other)")
 
 

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from dschat_lora.config.addons import written_by_addons
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.report.directory import leftovers, open_alone
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.setup import check_room_for
+from dschat_lora.runtime.setup import record_models
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +30,10 @@ def test_only_what_an_earlier_run_wrote_is_removed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
-    assert {path.name for path in leftovers(tmp_path)} == {"adapter", "metrics.jsonl", "run.json"}
+    own = {"adapter", "metrics.jsonl", "run.json", *written_by_addons()}
+    for name in written_by_addons():
+        (tmp_path / name).write_text("")
+    assert {path.name for path in leftovers(tmp_path)} == own
     RunDirectory.claim(str(tmp_path), name="sft")
     # A killed run must still be known for one, and its log is emptied under its lock.
     kept = {"notes.txt", "metrics.jsonl", "run.json"}
@@ -128,13 +132,15 @@ def test_checkpoints_are_results_and_go_with_their_run(tmp_path):
 
 def test_disk_without_room_for_what_trains_is_refused(tmp_path, one_rank, monkeypatch):
     """A million elements: 12 MB of a checkpoint and 2 MB of a result."""
-    config = SupervisedConfig()
+    config, written = SupervisedConfig(), []
 
     def check(free, run_config=config.run, total=10**9):
         disk = SimpleNamespace(free=free, total=total)
         monkeypatch.setattr("shutil.disk_usage", lambda path: disk)
-        options = replace(config, run=run_config)
-        check_room_for(SimpleNamespace(directory=tmp_path, config=options), 1_000_000)
+        options, record = replace(config, run=run_config), SimpleNamespace(update=written.append)
+        run = SimpleNamespace(directory=tmp_path, config=options, record=record)
+        settings, parameters = SimpleNamespace(dtype="fp32"), {"trainable": 1_000_000}
+        record_models(run, settings, parameters=parameters, layers=[])
 
     text = r"has 13\.4 MiB free, .* takes at least 13\.4 MiB; make room"
     with pytest.raises(ValueError, match=text):
@@ -145,3 +151,4 @@ def test_disk_without_room_for_what_trains_is_refused(tmp_path, one_rank, monkey
     check(2_000_000, result_alone)
     with pytest.raises(ValueError, match="make room"):
         check(1_999_999, result_alone)
+    assert len(written) == 3

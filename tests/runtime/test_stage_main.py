@@ -16,6 +16,7 @@ NAME = "late_module_of_a_test"
 def module(tmp_path, monkeypatch):
     """``module(text)``: calls a function of a module of this text, as :func:`late` does."""
     package = sys.modules["dschat_lora"]
+    monkeypatch.setattr(stage_main, "_is_command", True)
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
 
     def call(text):

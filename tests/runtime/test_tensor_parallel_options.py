@@ -6,16 +6,12 @@ import shutil
 import pytest
 
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.checkpoint.history import step_directory
-from dschat_lora.checkpoint.manifest import write_manifest
-from dschat_lora.config.options import flatten, parse_config
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
+from dschat_lora.config.options import parse_config
 from dschat_lora.models.option_checks import check_divides, sizes_of
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.resume import options_to_keep, settle
-from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
-from helpers.step1 import checked, parsed, write_adapter_config, write_jsonl
+from dschat_lora.runtime.resume import settle
+from helpers.step1 import checked, parsed, write_checkpoint, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -67,31 +63,10 @@ def error_of(check, *argv):
     return message
 
 
-# ---------------------------------------------------------------------------- processes
-
-
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (1, 3), (2, 2), (2, 6), (4, 4)])
 def test_groups_that_the_processes_fill_are_taken(processes, size, count):
     processes(count)
     assert divided(size).parallel.tensor_parallel_size == size
-
-
-@pytest.mark.parametrize(
-    ("size", "count", "fitting", "wanted"),
-    [(2, 1, "1", 2), (2, 3, "1, 3", 4), (4, 2, "1, 2", 4), (4, 6, "1, 2, 3, 6", 8)],
-)
-def test_processes_that_fill_no_groups_are_counted_and_told_how_to_be_more(
-    processes, size, count, fitting, wanted
-):
-    processes(count)
-    assert error_of(divided, size) == (
-        f"--tensor_parallel_size {size} does not divide the number of launched processes, {count} "
-        f"({fitting} would); to start {wanted}, put `deepspeed --num_gpus {wanted}` or "
-        f"`torchrun --nproc_per_node {wanted}` before the script"
-    )
-    assert error_of(step3, "--actor_lora_dim", 4, "--tensor_parallel_size", size) == error_of(
-        divided, size
-    )
 
 
 # ---------------------------------------------------------------------------- the model's numbers
@@ -172,16 +147,6 @@ def test_number_that_is_none_is_a_damaged_configuration(count):
         check_divides({"model_type": "gpt2", "n_head": count}, 2)
 
 
-def test_unknown_architecture_is_told_the_known_ones(processes, model):
-    processes(2)
-    path = model(model_type="bloom", n_head=16)
-    assert error_of(divided, 2, "--model_name_or_path", path) == (
-        f"--model_name_or_path {path}: --tensor_parallel_size 2: how to divide a bloom model is "
-        "not known; gpt2, gpt_neox, llama, mistral, opt, qwen2, qwen3 can be divided"
-    )
-    assert divided(1, "--model_name_or_path", path)
-
-
 def test_quantised_weights_are_not_read_in_parts(model):
     fields = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
     assert "reads weights in parts, which quantised ones are not" in error_of(
@@ -190,74 +155,12 @@ def test_quantised_weights_are_not_read_in_parts(model):
     check_divides(fields, 1)
 
 
-def test_weights_that_are_no_safetensors_are_named(processes, model):
-    processes(2)
-    path = model()
-    (path / "pytorch_model.bin").touch()
-    assert error_of(divided, 2, "--model_name_or_path", path) == (
-        f"--model_name_or_path {path}: --tensor_parallel_size 2 reads weights in parts, which "
-        f"takes safetensors files, and {path} has pytorch_model.bin; load and save it with "
-        "transformers once"
-    )
-    assert divided(1, "--model_name_or_path", path)
-    (path / "model.safetensors.index.json").touch()
-    assert divided(2, "--model_name_or_path", path)
-
-
-def test_bundled_model_and_the_base_of_an_adapter_are_looked_at(processes, model, tmp_path):
-    processes(8)
-    words = "--tensor_parallel_size 8 does not divide the model's 4 attention heads; 1, 2, 4 would"
-    assert error_of(divided, 8) == f"the bundled tiny model: {words}"
-    base = model(model_type="llama", num_attention_heads=6)
-    adapter = write_adapter_config(tmp_path / "adapter", base_model_name_or_path=str(base))
-    options = (*ROW, "--tensor_parallel_size", 4)
-    message = error_of(checked, *options, "--model_name_or_path", adapter)
-    assert message.startswith(f"--model_name_or_path {base}: --tensor_parallel_size 4 does not")
-
-
 def test_model_of_the_hub_is_not_looked_up_before_the_run(processes):
     processes(2)
     assert divided(2, "--model_name_or_path", "org/model").parallel.tensor_parallel_size == 2
 
 
 # ---------------------------------------------------------------------------- what goes with it
-
-WHY = "--tensor_parallel_size 2 trains adapters on a frozen base"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "--lora_dim 0",
-            f"--lora_dim 0 trains every weight, and {WHY}: give --lora_dim 16, or share all "
-            "weights by --zero_stage 3 instead",
-        ),
-        (
-            "--no-only_optimize_lora",
-            f"--no-only_optimize_lora trains parts of the base, and {WHY}; drop one",
-        ),
-        (
-            "--train_bias all",
-            f"--train_bias all trains biases outside the adapted layers, and {WHY}; use none or "
-            "lora_only",
-        ),
-        (
-            "--modules_to_save model.lm_head",
-            "--modules_to_save model.lm_head is divided among processes by --tensor_parallel_size "
-            "2; adapt it by --target_modules instead",
-        ),
-        (
-            "--dropout 0.1",
-            "--dropout 0.1 draws otherwise on each process, and those of --tensor_parallel_size 2 "
-            "compute one model together; use --dropout 0, or --lora_dropout",
-        ),
-    ],
-)
-def test_what_a_divided_model_cannot_train_is_refused_with_the_reason(processes, line, message):
-    processes(2)
-    assert error_of(divided, 2, *line.split()) == message
-    assert divided(1, *line.split())
 
 
 @pytest.mark.parametrize(
@@ -274,20 +177,6 @@ def test_what_a_divided_model_can_train_is_taken(processes, line):
     assert divided(2, *line.split())
 
 
-@pytest.mark.parametrize(
-    ("config_class", "rules"), [(RewardStageConfig, REWARD), (DpoStageConfig, DPO)]
-)
-def test_stages_of_pairs_check_it_too(processes, config_class, rules):
-    def check(*argv):
-        config = parse_config(config_class, [*ROW, *argv, "--tensor_parallel_size", "2"])
-        return check_supervised(config, rules=rules)
-
-    assert "the number of launched processes, 1" in error_of(check, "--lora_dim", "4")
-    processes(2)
-    assert check("--lora_dim", "4")
-    assert error_of(check).startswith("--lora_dim 0 trains every weight")
-
-
 def test_sequence_parallelism_of_one_process_is_noted(processes, capsys):
     note = "  note         --sequence_parallel has no effect without --tensor_parallel_size above 1"
     divided(1, "--sequence_parallel")
@@ -299,54 +188,35 @@ def test_sequence_parallelism_of_one_process_is_noted(processes, capsys):
     assert "note" not in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------- DeepSpeed JSON
-
-
-def deepspeed_json(path, content):
-    (path / "ds.json").write_text(json.dumps(content))
-    return ("--deepspeed_config", "ds.json")
-
-
-def test_total_batch_counts_processes_of_one_model_once(processes, tmp_path):
-    processes(4)
-    assert divided(2, *deepspeed_json(tmp_path, {"train_batch_size": 32}))
-    message = error_of(divided, 2, *deepspeed_json(tmp_path, {"train_batch_size": 64}))
-    assert message == (
-        "--deepspeed_config ds.json sets train_batch_size to 64, but "
-        "--per_device_train_batch_size 16 x --gradient_accumulation_steps 1 x 4 processes / "
-        "--tensor_parallel_size 2 is 32"
-    )
-
-
-@pytest.mark.parametrize("section", ["tensor_parallel", "autotp_size", "sequence_parallel_size"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_deepspeeds_own_division_is_refused(processes, tmp_path, section, size):
-    processes(2)
-    message = error_of(divided, size, *deepspeed_json(tmp_path, {section: {"autotp_size": 2}}))
-    assert message == (
-        f"--deepspeed_config ds.json has {section}, which knows nothing of adapters; remove it "
-        "there, and use --tensor_parallel_size (and --sequence_parallel), or "
-        "--context_parallel_size"
-    )
-
-
+# What --tensor_parallel_size 2 refuses, and what it does not.
 @pytest.mark.parametrize(
-    ("field", "on", "off"),
-    [("zero_hpz_partition_size", 4, 1), ("zero_quantized_gradients", True, False)],
+    ("size", "line"),
+    [
+        (1, "--model_name_or_path bloom"),
+        (1, "--model_name_or_path bin"),
+        (2, "--model_name_or_path indexed"),
+        (1, "--lora_dim 0"),
+        (1, "--no-only_optimize_lora"),
+        (1, "--train_bias all"),
+        (1, "--modules_to_save model.lm_head"),
+        (1, "--dropout 0.1"),
+        (2, '{"train_batch_size": 32}'),  # processes of one model count once
+        (1, '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}'),
+        (2, '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}'),
+        (2, '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}'),
+        (1, '{"zero_optimization": {"stage": 3, "zero_quantized_gradients": true}}'),
+        (2, '{"zero_optimization": {"stage": 3, "zero_quantized_gradients": false}}'),
+    ],
 )
-def test_groups_that_cross_those_of_a_model_are_refused(processes, tmp_path, field, on, off):
+def test_only_what_a_divided_model_cannot_do_is_refused(processes, model, tmp_path, size, line):
     processes(4)
-
-    def zero(value):
-        return deepspeed_json(tmp_path, {"zero_optimization": {"stage": 3, field: value}})
-
-    assert error_of(divided, 2, *zero(on)) == (
-        f"--deepspeed_config ds.json sets zero_optimization.{field}, whose groups of processes "
-        "cross those of --tensor_parallel_size 2; drop one"
-    )
-    assert divided(1, *zero(on))
-    assert divided(2, *zero(off))
-    assert divided(2, *zero("auto"))
+    model("bloom", model_type="bloom", n_head=16)
+    for name in ("bin", "indexed"):
+        (model(name) / "pytorch_model.bin").touch()
+    (tmp_path / "indexed" / "model.safetensors.index.json").touch()
+    (tmp_path / "ds.json").write_text(line)
+    words = ["--deepspeed_config", "ds.json"] if line.startswith("{") else line.split()
+    assert divided(size, *words)
 
 
 # ---------------------------------------------------------------------------- step 3
@@ -451,18 +321,10 @@ def earlier(tmp_path, processes):
     def make(count, *argv):
         processes(count)
         config = checked(*ROW, "--lora_dim", 4, *argv)
-        directory = step_directory(tmp_path / "out", 5)
-        directory.mkdir(parents=True)
         batch = config.batch
         rows = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
-        state = {
-            "step": 5,
-            "identity": {"rows_per_step": rows * count // config.parallel.tensor_parallel_size},
-            "options": options_to_keep(config),
-            "config": flatten(config),
-        }
-        (directory / "state.json").write_text(json.dumps(state))
-        write_manifest(directory, kind="checkpoint")
+        rows = rows * count // config.parallel.tensor_parallel_size
+        write_checkpoint(tmp_path / "out", config, {"rows_per_step": rows})
 
     return make
 

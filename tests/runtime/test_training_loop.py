@@ -75,18 +75,20 @@ def test_the_change_of_the_same_samples_has_the_error_of_a_paired_t_test(monkeyp
     """Also after a resumption; not where other samples count, or may be in another order."""
     lines = []
     run = SimpleNamespace(
-        log=SimpleNamespace(write=lambda kind, step, found: lines.append(found), say_metrics=str)
+        log=SimpleNamespace(
+            write=lambda kind, step, metrics: lines.append(metrics), say_metrics=str
+        )
     )
     before = torch.tensor([1.0, math.nan, 2.0, 4.0, 8.0])
     after = torch.tensor([1.5, math.nan, 2.25, 4.0, 9.0])
     judged = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    first = EvalResults(run, lambda step, found: "")
+    first = EvalResults(run, lambda step, metrics: "")
     first.add(0, {"reward": 3.75}, {"reward": before, "judge": judged})
     first.add(5, {"reward": 0.0}, {"reward": before.flip(0), "judge": judged})
     state = json.loads(json.dumps(first.state()))
 
     def resumed():
-        again = EvalResults(run, lambda step, found: "")
+        again = EvalResults(run, lambda step, metrics: "")
         again.restore(state)
         assert {*again.by_step} == {0, 5}
         again.add(9, {"reward": 4.1875}, {"reward": after, "judge": before})
@@ -94,10 +96,10 @@ def test_the_change_of_the_same_samples_has_the_error_of_a_paired_t_test(monkeyp
 
     known = ~before.isnan()
     t = scipy.stats.ttest_rel(after[known], before[known]).statistic
-    found = resumed()
-    assert found.keys() == {"reward", "reward_change_standard_error"}
+    restored = resumed()
+    assert restored.keys() == {"reward", "reward_change_standard_error"}
     change = float((after - before)[known].mean())
-    assert change / found["reward_change_standard_error"] == pytest.approx(t)
+    assert change / restored["reward_change_standard_error"] == pytest.approx(t)
     assert lines[0].keys() == {"reward"}  # the first changes nothing
     assert lines[1].keys() == {"reward", "judge_change_standard_error"}
     monkeypatch.setattr("dschat_lora.runtime.loop.world_size", lambda: 2)

@@ -294,17 +294,17 @@ DANGEROUS = {
 
 
 def test_nothing_else_turns_bytes_into_code():
-    found = set()
+    misuses = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
             called, place = ast.unparse(node.func), str(path.relative_to(PACKAGE))
             if called in DANGEROUS and place not in DANGEROUS[called]:
-                found.add(f"{place}: {called}")
+                misuses.add(f"{place}: {called}")
             keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if called == "torch.load" and keywords.get("weights_only") != "True":
-                found.add(f"{place}: torch.load without weights_only")
+                misuses.add(f"{place}: torch.load without weights_only")
             if keywords.get("shell") == "True":
-                found.add(f"{place}: a shell")
-    assert not found
+                misuses.add(f"{place}: a shell")
+    assert not misuses

@@ -39,8 +39,8 @@ TYPED = "What is 2 plus 3?\n"
 def blocks(document):
     """Fenced blocks of a document, those of Python left out."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [b for kind, b in found if not kind and not b.startswith(("import ", "from "))]
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [b for kind, b in fences if not kind and not b.startswith(("import ", "from "))]
 
 
 def commands(document):

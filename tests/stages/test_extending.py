@@ -63,8 +63,8 @@ def test_five_named_on_the_command_line_are_five_objects_of_a_run_that_resumes(h
 
     def own(name):
         module, _, attribute = name.partition(":")
-        found = getattr(import_module(module), attribute)
-        return found() if isinstance(found, type) else found
+        thing = getattr(import_module(module), attribute)
+        return thing() if isinstance(thing, type) else thing
 
     options = ("rollout_engine", "environment", "rewards", "algorithm", "parts")
     objects = {option: own(name) for option, (_, name) in zip(options, NAMED, strict=True)}

@@ -1,43 +1,31 @@
-"""Reward model, DPO and scores as users type them, each command in a process of its own."""
+"""Reward model and DPO as users type them, each command in a process of its own."""
 
 import json
 import math
 import shutil
-import subprocess
 import sys
-from datetime import datetime
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
 from dschat_lora.checkpoint.adapter_config import accept_adapter
-from dschat_lora.config.addons import installed
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.runtime.stage_main import run_main
-from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
 from helpers.addons import PAGES, with_addon
 from helpers.launcher import STEP1
 from helpers.spread import ALL
-from helpers.step1 import ROOT, metrics, run, write_adapter_config, write_jsonl
+from helpers.step1 import ROOT, metrics, run, write_jsonl
+from helpers.trained import stock_scorer
 
 MAX_SECONDS = 5.0
 SCRIPTS = {
     "sft": STEP1,
     "reward": ROOT / "training" / "step2_reward" / "main.py",
     "dpo": ROOT / "training" / "step2_dpo" / "main.py",
-    "score": ROOT / "dschat_lora" / "__main__.py",
-}
-STAGES = {
-    "sft": (SupervisedConfig, SFT),
-    "reward": (RewardStageConfig, REWARD),
-    "dpo": (DpoStageConfig, DPO),
 }
 DATA = "--data_path rows.jsonl --eval_data_path held.jsonl --max_seq_len 64".split()
 SHORT = [*DATA, *"--per_device_train_batch_size 8 --lora_learning_rate 5e-3".split()]
@@ -101,11 +89,7 @@ def sft(home, command):
 @pytest.fixture(scope="module")
 def reward(home, command):
     """A reward model, as ``(directory, how it ended)``."""
-    ended = command(
-        "reward",
-        *[*LORA, "--max_steps", 4, "--eval_interval", 2],
-        "--merge_adapter",
-    )
+    ended = command("reward", *[*LORA, "--max_steps", 4, "--eval_interval", 2], "--merge_adapter")
     return home / "output" / "reward", ended
 
 
@@ -114,22 +98,6 @@ def dpo(home, command):
     """A DPO policy, as ``(directory, how it ended)``."""
     ended = command("dpo", *[*LORA, "--max_steps", 3, "--sample_generations", 1])
     return home / "output" / "dpo", ended
-
-
-def stock_scorer(base, adapter=None):
-    """``score(prompt, completion)`` by transformers and PEFT alone."""
-    tokenizer = AutoTokenizer.from_pretrained(adapter or base)
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    if adapter is not None:
-        model = peft.PeftModel.from_pretrained(model, str(adapter))
-    model.eval()
-
-    @torch.no_grad()
-    def score(prompt, completion):
-        ids = tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]
-        return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
-
-    return score
 
 
 # ---------------------------------------------------------------------------- what runs leave
@@ -488,105 +456,6 @@ def test_reference_is_that_of_the_model_at_hand_whatever_the_cache_holds(home, f
 # ---------------------------------------------------------------------------- mistakes
 
 
-@pytest.fixture
-def refused(capsys, monkeypatch, tmp_path):
-    """``refused(stage, *argv)``: the one line a wrong command line leaves on stderr."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    good = {"prompt": "a", "chosen": " b", "rejected": " c"}
-    write_jsonl(tmp_path / "good.jsonl", [good])
-    write_jsonl(tmp_path / "half.jsonl", [good, good, {"prompt": "a", "chosen": " b"}])
-    write_jsonl(tmp_path / "completion.jsonl", [{"prompt": "a", "completion": " b"}])
-    write_jsonl(tmp_path / "margin.jsonl", [{**good, "margin": "large"}])
-    write_adapter_config(tmp_path / "policy", task_type="CAUSAL_LM")
-    write_adapter_config(tmp_path / "headless", task_type="SEQ_CLS", modules_to_save=["score"])
-
-    def call(stage, *argv):
-        config_class, rules = STAGES[stage]
-        monkeypatch.setattr(sys, "argv", ["main.py", *argv])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run_main(
-                config_class,
-                lambda config: check_supervised(config, rules=rules),
-                lambda config: None,
-            )
-        out, err = capsys.readouterr()
-        assert (ended.value.code, out) == (2, "")
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1, err
-        return err
-
-    return call
-
-
-MISTAKES = [
-    ("dpo", "--beta 0", ["--beta", "> 0", "0.0"]),
-    ("dpo", "--label_smoothing 0.7", ["--label_smoothing", "[0, 0.5)", "0.7"]),
-    ("dpo", "--label_smoothing 0.1 --loss_type ipo", ["--label_smoothing 0.1", "sigmoid", "ipo"]),
-    ("dpo", "--loss_type dpo", ["--loss_type", "'dpo'", "sigmoid, ipo, hinge, orpo, simpo, kto"]),
-    ("dpo", "--simpo_gamma -1", ["--simpo_gamma", ">= 0"]),
-    ("dpo", "--simpo_gamma 1", ["--simpo_gamma 1.0 is for --loss_type simpo, not sigmoid"]),
-    (
-        "dpo",
-        "--loss_type orpo --no-precompute_ref_log_probs",
-        ["--no-precompute_ref_log_probs is for", "sigmoid, ipo, hinge or kto, not orpo"],
-    ),
-    ("dpo", "--loss_type simpo --offload_reference_model", ["--offload_reference_model", "simpo"]),
-    ("dpo", "--loss_type orpo --rpo_alpha 0.5", ["--rpo_alpha 0.5", "or simpo, not orpo"]),
-    ("dpo", "--rpo_alpha -1", ["--rpo_alpha", ">= 0"]),
-    ("dpo", "--bta 0.1", ["--bta", "did you mean --beta?"]),
-    ("dpo", "--no-precompute_ref_log_probs", ["--no-precompute_ref_log_probs", "--precompute"]),
-    (
-        "dpo",
-        "--no-precompute_ref_log_probs --lora_dim 4 --no-only_optimize_lora",
-        ["--no-precompute_ref_log_probs", "--precompute_ref_log_probs"],
-    ),
-    ("dpo", "--data_path half.jsonl", ["half.jsonl:3", "'rejected'"]),
-    ("dpo", "--data_path completion.jsonl", ["completion.jsonl:1", "'rejected'"]),
-    ("dpo", "--model_name_or_path headless", ["headless", "SEQ_CLS", "CAUSAL_LM"]),
-    ("sft", "--model_name_or_path headless", ["headless", "SEQ_CLS", "CAUSAL_LM"]),
-    ("sft", "--beta 0.1", ["--beta"]),
-    ("reward", "--model_name_or_path headless", ["headless", "score", "missing"]),
-    ("reward", "--reward_loss pairwise", ["--reward_loss", "'pairwise'", "bradley_terry"]),
-    ("reward", "--reward_los per_token", ["did you mean --reward_loss?"]),
-    ("reward", "--no-share_prompts", ["did you mean --no-share_prompt?"]),
-    ("reward", "--center_rewards_coefficient -1", ["--center_rewards_coefficient", ">= 0"]),
-    (
-        "reward",
-        "--center_rewards_coefficient 1 --reward_loss per_token",
-        ["--center_rewards_coefficient 1", "bradley_terry"],
-    ),
-    ("reward", "--data_path half.jsonl", ["half.jsonl:3", "'rejected'"]),
-    ("reward", "--data_path completion.jsonl", ["completion.jsonl:1", "'rejected'"]),
-    ("reward", "--model_name_or_path policy --lora_dim 8", ["--lora_dim", "8", "4"]),
-    ("reward", "--beta 0.1", ["--beta"]),
-]
-if "kto" in installed():
-    MISTAKES += [
-        ("dpo", f"--{option}", words)
-        for option, words in (
-            ("desirable_weight 2", ["--desirable_weight 2.0 is for --loss_type kto, not sigmoid"]),
-            ("loss_type kto --no-share_prompt", ["--no-share_prompt is for", "not kto"]),
-            ("loss_type kto --rpo_alpha 1", ["--rpo_alpha 1.0 is for", "not kto"]),
-            (
-                "loss_type kto --data_path completion.jsonl",
-                ["completion.jsonl:1", "lacks 'label', or 'chosen' and 'rejected'"],
-            ),
-        )
-    ]
-
-
-@pytest.mark.parametrize(
-    ("stage", "line", "parts"), MISTAKES, ids=[f"{stage} {line}" for stage, line, _ in MISTAKES]
-)
-def test_mistake_is_one_line_that_says_what_it_was(refused, stage, line, parts):
-    message = refused(stage, *line.split())
-    missing = [part for part in parts if part not in message]
-    assert not missing, message
-
-
 @stage_test
 @pytest.mark.parametrize(
     ("script", "line", "part"),
@@ -638,165 +507,3 @@ def test_option_of_another_stage_is_accepted_and_said_to_do_nothing(command, hom
     ended = command("reward", *LORA, *options, "--dry_run")
     assert "--train_on_prompt has no effect in this stage" in ended.out
     assert "--sample_generations has no effect in this stage" in ended.out
-
-
-# ---------------------------------------------------------------------------- scores
-
-
-@pytest.fixture(scope="module")
-def stock(reward):
-    return stock_scorer(BUNDLED_MODEL, reward[0] / "adapter")
-
-
-@with_addon("evaluation")
-@stage_test
-def test_scores_on_standard_output_are_those_of_stock_peft(command, reward, stock):
-    ended = command("score", "score", "--model_name_or_path", "output/reward", *DATA[:2])
-    lines = [json.loads(line) for line in ended.out.splitlines()]
-    assert len(lines) == 42
-    right = 0
-    for line in lines:
-        scores = line["chosen_score"], line["rejected_score"]
-        expected = [stock(line["prompt"], line[name]) for name in ("chosen", "rejected")]
-        assert scores == pytest.approx(expected, abs=1e-5)
-        right += (scores[0] > scores[1]) + 0.5 * (scores[0] == scores[1])
-    assert {"family", "flaw"} <= lines[0].keys()
-    assert f"accuracy {right / 42:.1%} over 42 pairs" in ended.err
-    assert "42 rows scored" in ended.err
-
-
-@with_addon("evaluation")
-@stage_test
-def test_rows_of_other_kinds_are_scored_and_too_long_ones_are_null(home, command, reward, stock):
-    rows = [
-        {"prompt": "Add 1 and 1.", "completion": " It is 2.", "id": 7},
-        {"prompt": "Add 1 and 1. " * 20, "completion": " It is 2."},
-        {"prompt": "Say a.", "chosen": " a", "rejected": " b" * 60},
-        {"text": "A plum is a fruit."},
-    ]
-    write_jsonl(home / "mixed.jsonl", rows)
-    ended = command(
-        "score",
-        *["score", "--model_name_or_path", "output/reward/adapter", "--data_path", "mixed.jsonl"],
-        *["--output_path", "scored.jsonl", "--max_seq_len", 40],
-        *["--per_device_eval_batch_size", 1],
-    )
-    assert ended.out == ""
-    text = (home / "scored.jsonl").read_text(encoding="utf-8")
-    first, second, third, fourth = (json.loads(line) for line in text.splitlines())
-    assert first == {
-        **rows[0],
-        "score": pytest.approx(stock("Add 1 and 1.", " It is 2."), abs=1e-5),
-    }
-    assert second == {**rows[1], "score": None}
-    assert third["rejected_score"] is None
-    assert third["chosen_score"] == pytest.approx(stock("Say a.", " a"), abs=1e-5)
-    assert fourth["score"] == pytest.approx(stock("", "A plum is a fruit."), abs=1e-5)
-    assert "2 rows are longer than 40 tokens: their score is null" in ended.err
-    assert "4 rows scored to " in ended.err
-    assert not [path.name for path in home.iterdir() if path.name.startswith(".scored")]
-
-
-@with_addon("evaluation")
-@stage_test
-def test_scores_go_to_a_directory_that_is_made_for_them(home, command, reward):
-    argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "held.jsonl"]
-    command("score", *argv, "--output_path", "new/directory/scores.jsonl")
-    text = (home / "new" / "directory" / "scores.jsonl").read_text(encoding="utf-8")
-    assert len(text.splitlines()) == 14
-
-
-@with_addon("evaluation")
-@stage_test
-def test_more_tokens_than_the_model_has_positions_are_refused(home, command, reward):
-    write_jsonl(home / "long.jsonl", [{"prompt": "word " * 900, "completion": " b"}])
-    argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "long.jsonl"]
-    ended = command("score", *argv, "--max_seq_len", 4000, code=2)
-    assert ended.err.count("\n") == 1
-    assert "--max_seq_len is 4000, but the model has 512 positions" in ended.err
-
-
-@with_addon("evaluation")
-@stage_test
-def test_columns_of_types_that_json_lacks_are_passed_on_as_text(home, command, reward):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    columns = {"prompt": ["a"], "completion": [" b"], "when": [datetime(2020, 1, 2)]}
-    parquet.write_table(pyarrow.table(columns), home / "typed.parquet")
-    argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "typed.parquet"]
-    (line,) = command("score", *argv).out.splitlines()
-    assert json.loads(line)["when"].startswith("2020-01-02")
-
-
-@with_addon("evaluation")
-@stage_test
-def test_merged_model_is_scored_alike(home, command, reward, stock):
-    command(
-        "score",
-        *["score", "--model_name_or_path", "output/reward/model", "--data_path", "held.jsonl"],
-        *["--output_path", "merged.jsonl"],
-    )
-    lines = (home / "merged.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in map(json.loads, lines[:4]):
-        expected = stock(line["prompt"], line["chosen"])
-        assert line["chosen_score"] == pytest.approx(expected, abs=1e-4)
-
-
-@with_addon("evaluation")
-@stage_test
-@pytest.mark.parametrize("model", ["sft", str(BUNDLED_MODEL)], ids=["policy", "base"])
-def test_directory_of_no_reward_model_gets_no_scores(home, command, sft, model):
-    ended = command(
-        "score",
-        *["score", "--model_name_or_path", model, "--data_path", "held.jsonl"],
-        *["--output_path", "none.jsonl"],
-        code=2,
-    )
-    assert ended.out == ""
-    assert ended.err.count("\n") == 1
-    assert "--model_name_or_path" in ended.err
-    assert not (home / "none.jsonl").exists()
-
-
-@with_addon("evaluation")
-@stage_test
-@pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["--model_name_or_path", "output/reward"], ["--data_path"]),
-        (["--data_path", "held.jsonl"], ["--model_name_or_path"]),
-        (["--data_pth", "held.jsonl"], ["did you mean --data_path?"]),
-        (["--model_name_or_path", "output/reward", "--data_path", "no.jsonl"], ["no.jsonl"]),
-        (
-            ["--model_name_or_path", "output/reward", "--data_path", "prompts.jsonl"],
-            ["prompts.jsonl:1"],
-        ),
-    ],
-)
-def test_wrong_request_for_scores_is_one_line(home, command, reward, argv, parts):
-    write_jsonl(home / "prompts.jsonl", [{"prompt": "a"}])
-    ended = command("score", "score", *argv, code=2)
-    assert ended.out == ""
-    assert ended.err.count("\n") == 1
-    for part in parts:
-        assert part in ended.err
-
-
-@pytest.mark.thorough
-@with_addon("evaluation")
-@stage_test
-def test_scores_whose_reader_has_gone_end_quietly(home, reward):
-    argv = ["score", "--model_name_or_path", "output/reward", "--data_path", "held.jsonl"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dschat_lora.__main__", *argv],
-        cwd=home,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=120) == 0
-    assert "Traceback" not in err
-    assert "Error" not in err

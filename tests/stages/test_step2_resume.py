@@ -101,9 +101,7 @@ def undisturbed(start):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
-    POINTS,
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ("name", "number"), POINTS, ids=lambda value: value if isinstance(value, str) else value.name
 )
 def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undisturbed):
     home, running = start(name)

@@ -12,9 +12,7 @@ from helpers.addons import of_addon
 from helpers.launcher import ROOT
 from helpers.roles import Words
 
-TUTORIALS = {
-    "grpo_with_a_python_reward.md": ("my_rules:begins_with_the", ["The", "A"], [1.0, 0.0]),
-}
+TUTORIALS = {"grpo_with_a_python_reward.md": ("my_rules:begins_with_the", ["The", "A"], [1.0, 0.0])}
 if of_addon("environments.addon"):
     TUTORIALS["addons/environments.md"] = (
         "my_tools:calculate",

@@ -74,8 +74,8 @@ for line in sys.stdin.read().splitlines():
         except SystemExit as end:
             code = end.code
     seconds = time.monotonic() - started
-    found = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "seconds": seconds}
-    print(json.dumps(found | {"loaded": "torch" in sys.modules}))
+    outcome = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "seconds": seconds}
+    print(json.dumps(outcome | {"loaded": "torch" in sys.modules}))
     started = time.monotonic()
 """
 
@@ -125,17 +125,17 @@ def ended(workplace):
             check=True,
         )
     assert done.stderr == ""
-    found = [SimpleNamespace(**json.loads(line), port=port) for line in done.stdout.splitlines()]
-    return dict(zip(MISTAKES, found, strict=True))
+    outcomes = [SimpleNamespace(**json.loads(line), port=port) for line in done.stdout.splitlines()]
+    return dict(zip(MISTAKES, outcomes, strict=True))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_typical_mistake_is_one_line_that_names_it_before_torch_is_loaded(ended, name):
-    found, (_, parts) = ended[name], MISTAKES[name]
-    assert (found.code, found.out) == (2, "")
-    assert found.err.startswith("error: ")
-    assert found.err.count("\n") == 1, found.err
-    missing = [part for part in parts if part.format(port=found.port) not in found.err]
-    assert not missing, found.err
-    assert not found.loaded
-    assert found.seconds < MAX_SECONDS
+    outcome, (_, parts) = ended[name], MISTAKES[name]
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1, outcome.err
+    missing = [part for part in parts if part.format(port=outcome.port) not in outcome.err]
+    assert not missing, outcome.err
+    assert not outcome.loaded
+    assert outcome.seconds < MAX_SECONDS

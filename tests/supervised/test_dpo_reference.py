@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 from dschat_lora.config.groups import ParallelConfig
-from dschat_lora.config.stages import DpoConfig
+from dschat_lora.config.stages import DpoConfig, DpoStageConfig
 from dschat_lora.supervised import dpo_reference
+from dschat_lora.supervised.pair_stages import loss_of_type
 from helpers.tiny import tiny_model
 
 
@@ -31,5 +32,6 @@ def test_a_changed_configuration_of_the_same_weights_is_another_reference(monkey
     for epsilon in (1e-6, 1e-6, 1e-2):
         model.config.rms_norm_eps = epsilon
         layout = SimpleNamespace(collate=SimpleNamespace(positions=lambda _: None))
-        dpo_reference.make_reference(setup, None, layout, DpoConfig())
+        loss = loss_of_type(DpoStageConfig())
+        dpo_reference.make_reference(setup, None, layout, DpoConfig(), loss)
     assert asked[0] == asked[1] != asked[2]

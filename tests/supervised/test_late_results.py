@@ -72,6 +72,18 @@ def comparable(lines):
     ]
 
 
+@pytest.fixture
+def both(ranks, model_directory):
+    """``both(...)``: a run of one process that reads results in time, and one that reads late."""
+
+    def call(**options):
+        options |= {"path": model_directory("opt"), "lates": [False, True]}
+        ((in_time, late),) = ranks(1).run("helpers.runs:fit_reading_late", **options)
+        return in_time, late
+
+    return call
+
+
 def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys()
     for step, tensors in theirs.items():
@@ -100,11 +112,8 @@ def test_lines_evaluations_and_checkpoints_are_those_of_results_read_in_time(
 
 
 @pytest.mark.stage
-def test_a_loss_scale_falls_before_the_step_after_an_overflow(ranks, model_directory):
-    options = {"path": model_directory("opt"), "infinite": [[1, 0, 0], [4, 1, 0]], "dtype": "fp16"}
-    ((in_time, late),) = ranks(1).run(
-        "helpers.runs:fit_reading_late", lates=[False, True], **options
-    )
+def test_a_loss_scale_falls_before_the_step_after_an_overflow(both):
+    in_time, late = both(infinite=[[1, 0, 0], [4, 1, 0]], dtype="fp16")
     assert comparable(late["lines"]) == comparable(in_time["lines"])
     assert_same(late["evaluated"], in_time["evaluated"])
     steps = [line for line in late["lines"] if line["kind"] == "train"]
@@ -114,33 +123,24 @@ def test_a_loss_scale_falls_before_the_step_after_an_overflow(ranks, model_direc
 
 
 @pytest.mark.stage
-def test_a_request_is_fulfilled_a_step_late_with_the_weights_of_that_step(ranks, model_directory):
-    options = {"path": model_directory("opt"), "infinite": [], "asked_at": 5}
-    ((in_time, late),) = ranks(1).run(
-        "helpers.runs:fit_reading_late", lates=[False, True], **options
-    )
+def test_a_request_is_fulfilled_a_step_late_with_the_weights_of_that_step(both):
+    in_time, late = both(infinite=[], asked_at=5)
     assert [*in_time["saved"]] == [4, 5, 8]
     assert [*late["saved"]] == [4, 6, 8]
     assert_same({6: late["saved"][6]}, {6: in_time["evaluated"][6]})
 
 
 @pytest.mark.stage
-def test_a_run_that_fails_has_the_lines_of_all_steps_before(ranks, model_directory):
-    options = {"path": model_directory("opt"), "infinite": [], "fails_at": 6}
-    ((in_time, late),) = ranks(1).run(
-        "helpers.runs:fit_reading_late", lates=[False, True], **options
-    )
+def test_a_run_that_fails_has_the_lines_of_all_steps_before(both):
+    in_time, late = both(infinite=[], fails_at=6)
     assert late["error"] == in_time["error"] == "the step failed"
     assert late["progress"]["step"] == 5
     assert comparable(late["lines"]) == comparable(in_time["lines"])
 
 
 @pytest.mark.stage
-def test_a_run_is_given_up_a_step_later(ranks, model_directory):
-    options = {"path": model_directory("opt"), "infinite": [[n, 0, 0] for n in (4, 5, 6)]}
-    ((in_time, late),) = ranks(1).run(
-        "helpers.runs:fit_reading_late", lates=[False, True], **options
-    )
+def test_a_run_is_given_up_a_step_later(both):
+    in_time, late = both(infinite=[[n, 0, 0] for n in (4, 5, 6)])
     assert late["error"] == in_time["error"]
     assert "training stopped at step 7: the gradient was not finite 3 times" in late["error"]
     assert comparable(late["lines"]) == comparable(in_time["lines"])

@@ -77,10 +77,7 @@ def test_gradient_is_that_of_the_mean_over_the_steps_targets(
 @pytest.mark.stage
 @pytest.mark.parametrize(
     "shape",
-    [
-        {"micro": 2, "accumulation": 2},
-        {"micro": 4, "accumulation": 2, "context_parallel": 2},
-    ],
+    [{"micro": 2, "accumulation": 2}, {"micro": 4, "accumulation": 2, "context_parallel": 2}],
     ids=["2 data-parallel", "2 context-parallel"],
 )
 def test_each_source_has_the_loss_of_a_plain_loop_over_its_samples(ranks, model_directory, shape):

@@ -25,12 +25,12 @@ KTO = of_addon("kto.objective")
 def test_processes_that_follow_one_another_share_rows(monkeypatch, sizes, expected):
     setup = SimpleNamespace(config=SimpleNamespace(parallel=ParallelConfig(**sizes)))
     monkeypatch.setattr(batching, "world_size", lambda: 4)
-    found = []
+    shares = []
     for rank in range(4):
         monkeypatch.setattr(batching, "rank", lambda rank=rank: rank)
-        found.append(batching.row_share(setup))
-    assert [each["rank"] for each in found] == expected
-    assert {each["world_size"] for each in found} == {len(set(expected))}
+        shares.append(batching.row_share(setup))
+    assert [each["rank"] for each in shares] == expected
+    assert {each["world_size"] for each in shares} == {len(set(expected))}
 
 
 def layout_of(monkeypatch, kind, *, divisible):

@@ -36,16 +36,16 @@ def test_an_answer_that_cannot_be_drawn_is_left_out(verb, monkeypatch):
         draws.clear()
         with monkeypatch.context() as patched:
             patched.setattr(sampling, "sample_tokens", spoilt)
-            found = verb("generate", "sft", *PROMPTS, "--max_new_tokens", "4", *more).splitlines()
+            printed = verb("generate", "sft", *PROMPTS, "--max_new_tokens", "4", *more).splitlines()
         if more:
-            rows = [json.loads(line) for line in found]
+            rows = [json.loads(line) for line in printed]
             (missing,) = [n for n, row in enumerate(rows) if row["response"] is None]
             assert rows[missing] == {"prompt": PROMPTS[missing], "response": None}
-            assert [x for n, x in enumerate(found) if n != missing] == [
+            assert [x for n, x in enumerate(printed) if n != missing] == [
                 x for n, x in enumerate(whole) if n != missing
             ]
         else:
-            assert found.count("(no token can be drawn)") == 1
+            assert printed.count("(no token can be drawn)") == 1
 
 
 def test_a_weight_that_is_not_finite_is_named_by_generate(verb, monkeypatch):
@@ -70,9 +70,9 @@ def test_greedy_answers_are_those_of_transformers_token_for_token(verb, stock, b
         *("generate", "sft", *PROMPTS, "--max_new_tokens", NEW_TOKENS, "--json"),
         *("--per_device_eval_batch_size", batch),
     ).splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [each["prompt"] for each in found] == PROMPTS
-    for each, prompt in zip(found, PROMPTS, strict=True):
+    printed = [json.loads(line) for line in lines]
+    assert [each["prompt"] for each in printed] == PROMPTS
+    for each, prompt in zip(printed, PROMPTS, strict=True):
         expected = greedy(*stock, prompt)
         assert each["tokens"] == expected
         assert each["ended"] == (expected[-1] == stock[1].eos_token_id)
@@ -114,9 +114,9 @@ def test_prompt_longer_than_the_room_has_no_answer(verb):
 
 
 def test_merged_directory_is_the_rounded_sum_and_states_its_deviation(verb, home, stock):
-    found = json.loads(verb("merge", "sft", "--json"))
-    assert Path(found["directory"]) == home / "sft" / "model"
-    assert found["dtype"] == "bf16"
+    printed = json.loads(verb("merge", "sft", "--json"))
+    assert Path(printed["directory"]) == home / "sft" / "model"
+    assert printed["dtype"] == "bf16"
     merged = AutoModelForCausalLM.from_pretrained(home / "sft" / "model", dtype="auto")
     assert merged.dtype == torch.bfloat16
     base = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
@@ -125,17 +125,17 @@ def test_merged_directory_is_the_rounded_sum_and_states_its_deviation(verb, home
         own = merged.state_dict()[name]
         # The sum in fp32, rounded once: at most one unit in the last place beside PEFT's order.
         torch.testing.assert_close(own, tensor.bfloat16(), rtol=2**-8, atol=0)
-    assert 0 < found["kl_nats_per_token"] < 0.01
-    assert 0 < found["max_abs_logit"] < 1
+    assert 0 < printed["kl_nats_per_token"] < 0.01
+    assert 0 < printed["max_abs_logit"] < 1
     answer = greedy(merged, stock[1], PROMPTS[0])
     assert isinstance(answer, list)
 
 
 def test_merge_in_fp32_differs_by_rounding_alone(verb, home):
-    found = json.loads(
+    printed = json.loads(
         verb("merge", "reward/adapter", "--output_dir", "whole", "--dtype", "fp32", "--json")
     )
-    assert found["kl_nats_per_token"] < 1e-9
+    assert printed["kl_nats_per_token"] < 1e-9
     assert (home / "whole" / "config.json").is_file()
     assert "SequenceClassification" in (home / "whole" / "config.json").read_text()
 

@@ -24,7 +24,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapters_disabled
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer
 from dschat_lora.supervised.inference import LossMeter, last_record, load_policy
-from dschat_lora.supervised.scorer import Scorer
+from dschat_lora.supervised.scorer import LoadedRewardModel
 
 MAX_NEW_TOKENS = 48
 MAX_SEQ_LEN = 128
@@ -63,14 +63,14 @@ def evaluate_by_rule(sft: Path, policy: Path | None = None) -> dict[str, Judgeme
         policy = load_policy(options)
         return policy.model, policy.tokenizer
 
-    found = {}
+    judged = {}
     model, tokenizer = load(sft)
     with adapters_disabled(model):
-        found["base"] = judge_model(model, tokenizer)
-    found["SFT"] = judge_model(model, tokenizer)
+        judged["base"] = judge_model(model, tokenizer)
+    judged["SFT"] = judge_model(model, tokenizer)
     if policy is not None:
-        found["PPO"] = judge_model(*load(policy))
-    return found
+        judged["PPO"] = judge_model(*load(policy))
+    return judged
 
 
 def judge_model(model: PreTrainedModel, tokenizer: Tokenizer) -> Judgement:
@@ -134,7 +134,9 @@ def perplexity(model: PreTrainedModel, tokenizer: Tokenizer) -> float:
 
 def accuracy_by_flaw(directory: Path) -> dict[str, float]:
     """Accuracy of a run's reward model on test pairs, by the flaw of the rejected answer."""
-    scorer = Scorer(ModelConfig(model_name_or_path=str(directory)), batch_size=BATCH_SIZE)
+    scorer = LoadedRewardModel(
+        ModelConfig(model_name_or_path=str(directory)), batch_size=BATCH_SIZE
+    )
     chat = make_chat(scorer.tokenizer)
     rows = [*iter_file(BUNDLED_DATA["test"])]
     records = [last_record(parse_row(row), chat, "pairs") for row in rows]

@@ -12,7 +12,7 @@ from dschat_lora.report.terminal import prints_on_stderr
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import load_function
 from dschat_lora.supervised.generate import Answer
-from dschat_lora.supervised.scorer import Scorer
+from dschat_lora.supervised.scorer import LoadedRewardModel
 
 # Scores of answers to the prompts of records, None for one that is not to count.
 Judge = Callable[[Sequence[tuple[TextRecord, Answer]]], Sequence[float | None]]
@@ -45,11 +45,11 @@ def function_judge(option: str, name: str, tokenizer: Tokenizer, columns: Sequen
     return scores_of
 
 
-def scorer_of(config: ReadingConfig, reward_model: str, verb: object = None) -> Scorer:
-    """The reward model, loaded as the model that is read; see :class:`Scorer`."""
+def scorer_of(config: ReadingConfig, reward_model: str, verb: object = None) -> LoadedRewardModel:
+    """The reward model, loaded as the model that is read; see :class:`LoadedRewardModel`."""
     model = replace(config.model, model_name_or_path=reward_model)
     size = config.per_device_eval_batch_size
-    return Scorer(model, batch_size=size, max_seq_len=config.max_seq_len, verb=verb)
+    return LoadedRewardModel(model, batch_size=size, max_seq_len=config.max_seq_len, verb=verb)
 
 
 def model_judge(config: ReadingConfig, reward_model: str) -> Judge:

@@ -10,7 +10,7 @@ from dschat_lora.data.records import TextRecord, answers_of
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
 from dschat_lora.supervised.inference import last_record, output_file, read_rows
-from dschat_lora.supervised.scorer import Scorer
+from dschat_lora.supervised.scorer import LoadedRewardModel
 
 ROWS_AT_A_TIME = 4096  # held in memory, sorted by length
 
@@ -22,7 +22,7 @@ def score_files(config: ScoreConfig) -> None:
         ValueError: for a model without head, or a row that has no answer.
         OSError: if the output cannot be written.
     """
-    scorer = Scorer(
+    scorer = LoadedRewardModel(
         config.model,
         batch_size=config.per_device_eval_batch_size,
         max_seq_len=config.max_seq_len,
@@ -61,7 +61,7 @@ def _described(row: dict[str, Any], scores: Sequence[float | None]) -> dict[str,
 
 
 def _chunks(
-    config: ScoreConfig, scorer: Scorer
+    config: ScoreConfig, scorer: LoadedRewardModel
 ) -> Iterator[tuple[list[dict[str, Any]], list[tuple[TextRecord, ...]]]]:
     """Rows as read, and for each the one or two answers to score."""
     chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs)

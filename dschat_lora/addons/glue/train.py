@@ -52,7 +52,7 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.engine.process_group import init_distributed
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import hub_errors
-from dschat_lora.runtime.resume import check_identity, goes_on_in_place, launched_processes
+from dschat_lora.runtime.resume import check_identity, launched_processes, resumes_in_place
 from dschat_lora.runtime.run import (
     OpenRun,
     claim_together,
@@ -76,7 +76,7 @@ def run_glue(config: GlueConfig) -> None:
         settings = training_arguments(config)
         directory = claim_together(ending, config, config.stage)
         settings.output_dir = str(directory)
-        earlier = goes_on_in_place(config)
+        earlier = resumes_in_place(config)
         with open_files(config, directory, ending, name="glue", earlier=earlier) as run:
             if note is not None:
                 run.log.say(f"  note         {note}")

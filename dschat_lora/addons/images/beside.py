@@ -6,7 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from dschat_lora.checkpoint.adapter import lora_config_of
-from dschat_lora.config.groups import ALL_BESIDE, LoraConfig
+from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.values import ALL_BESIDE
 from dschat_lora.lora.names import is_inside, last_name
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.lora.targets import choose_saved, choose_targets

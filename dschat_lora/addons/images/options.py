@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dschat_lora.config.groups import ALL_BESIDE, require_numbers
+from dschat_lora.config.groups import require_numbers
 from dschat_lora.config.options import option
+from dschat_lora.config.values import ALL_BESIDE
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ def inspect_directory(config: InspectConfig) -> bool:
     """
     path = Path(config.path).expanduser()
     if not path.is_dir():
-        found = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"--path {path} {found}; give a run, an adapter, a checkpoint or a model")
+        state = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"--path {path} {state}; give a run, an adapter, a checkpoint or a model")
     facts = describe(path)
     damage = facts.pop("damage", None)
     if config.json:
@@ -81,9 +81,9 @@ def describe(path: Path) -> dict[str, Any]:
         return _model(path)
     if (path / "run.json").is_file() or any((path / part).is_dir() for part in _PARTS):
         return _run(path)
-    found = ", ".join(sorted(child.name for child in path.iterdir())[:6]) or "nothing"
+    holds = ", ".join(sorted(child.name for child in path.iterdir())[:6]) or "nothing"
     raise ValueError(
-        f"--path {path} is neither a run, an adapter, a checkpoint nor a model; it holds {found}"
+        f"--path {path} is neither a run, an adapter, a checkpoint nor a model; it holds {holds}"
     )
 
 

@@ -16,4 +16,5 @@ ADDON = Addon(
             "get_optimizer_grouped_parameters",
         )
     },
+    writes=("seeds.json",),
 )

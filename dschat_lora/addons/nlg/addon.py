@@ -16,4 +16,5 @@ ADDON = Addon(
         }
     },
     needs=("loralib",),
+    writes=("lora",),
 )

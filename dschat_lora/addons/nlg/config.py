@@ -15,12 +15,12 @@ from dschat_lora.config.groups import (
     ModelConfig,
     OptimConfig,
     RunConfig,
-    base_rate_note,
     require,
     require_numbers,
 )
 from dschat_lora.config.options import classic, group, option
 from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.when import base_rate_note
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]

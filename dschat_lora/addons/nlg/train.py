@@ -43,7 +43,7 @@ def _train(run: OpenRun[NlgConfig]) -> None:
     setup = replace(setup, config=replace(setup.config, optim=optim))
     directory = run.directory
     if directory is None:
-        show_plan(setup, "samples")
+        show_plan(setup)
         return
     factors = directory / "lora"
     network = CausalLMLoss(

@@ -17,7 +17,7 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.names import load_object, made
 from dschat_lora.rl.response.errors import UserFunctionError
-from dschat_lora.runtime.resume import goes_on_in_place, run_of
+from dschat_lora.runtime.resume import resumes_in_place, run_of
 
 
 class PartError(UserFunctionError):
@@ -188,7 +188,7 @@ def user_parts(names: Sequence[str], setup: RlhfSetup, progress: RlhfProgress) -
     """
     run, earlier = setup.run, None
     assert run.directory is not None, "a dry run keeps nothing"
-    if run.config.checkpoint and not goes_on_in_place(run.config):
+    if run.config.checkpoint and not resumes_in_place(run.config):
         earlier = run_of(Path(run.config.checkpoint))
     of_parts = RunOfPart(run.directory, setup.tokenizer, progress, run.log, earlier)
     parts = [UserPart(name, replace(of_parts, files={})) for name in names]

@@ -52,16 +52,16 @@ class Finding:
 def examine(*, trains: bool) -> Iterator[Finding]:
     """The findings, one after another; with ``trains`` a step on each device comes last."""
     yield from versions()
-    found = devices()
-    for device in found:
+    here = devices()
+    for device in here:
         yield describe_device(device)
-    yield attention(found[0])
-    yield compiler(found[0])
+    yield attention(here[0])
+    yield compiler(here[0])
     yield memory()
     yield from disks()
     yield from network()
     if trains:
-        yield from map(training_step, found)
+        yield from map(training_step, here)
 
 
 def diagnose(*, as_json: bool, trains: bool) -> bool:
@@ -114,8 +114,8 @@ def _version(wanted: Requirement) -> Finding | None:
         return Finding("versions", "error", f"{wanted.name} is not installed", remedy)
     if wanted.specifier.contains(installed, prereleases=True):
         return None
-    found = f"{wanted.name} {installed} is outside the declared {wanted.specifier}"
-    return Finding("versions", "error", found, remedy)
+    words = f"{wanted.name} {installed} is outside the declared {wanted.specifier}"
+    return Finding("versions", "error", words, remedy)
 
 
 def devices() -> list[torch.device]:
@@ -130,19 +130,19 @@ def describe_device(device: torch.device) -> Finding:
     if problem := gpu.problem(device):
         return Finding(subject, "error", *problem)
     if device.type == "cpu":
-        found = f"{torch.get_num_threads()} CPU threads, no GPU: fp32 by default, bf16 by --dtype"
-        return Finding(subject, "ok", found)
+        words = f"{torch.get_num_threads()} CPU threads, no GPU: fp32 by default, bf16 by --dtype"
+        return Finding(subject, "ok", words)
     free, total = torch.cuda.mem_get_info(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     types = "bf16, fp16, fp32" if has_bf16 else "fp16, fp32 (no bf16)"
-    found = (
+    words = (
         f"{torch.cuda.get_device_name(device)}, {free / GIB:.3g} of {total / GIB:.3g} GiB free; "
         f"{types}"
     )
     if free < total / 2:
         remedy = "another program uses it: nvidia-smi lists which; or choose GPUs by --include"
-        return Finding(subject, "warning", found, remedy)
-    return Finding(subject, "ok", found)
+        return Finding(subject, "warning", words, remedy)
+    return Finding(subject, "ok", words)
 
 
 def attention(device: torch.device) -> Finding:
@@ -165,8 +165,8 @@ def compiler(device: torch.device) -> Finding:
         needed_by = "--compile and --attn_implementation flex_attention need it"
     remedy = f"nothing else does: install {name} and Python's headers, or set {variable}"
     if (path := shutil.which(name)) is None:
-        found = f"no {language} compiler ({name}); {needed_by}"
-        return Finding("compiler", "warning", found, remedy)
+        words = f"no {language} compiler ({name}); {needed_by}"
+        return Finding("compiler", "warning", words, remedy)
     source = "#include <Python.h>\nint main(void) { return 0; }\n"
     if language == "C++":
         source = f"#include <vector>\n{source}"
@@ -178,19 +178,19 @@ def compiler(device: torch.device) -> Finding:
     if done.returncode:
         said = done.stderr.strip().splitlines()
         errors = [line for line in said if "error" in line] or said or ["no reason given"]
-        found = f"{name} builds nothing: {errors[0]}; {needed_by}"
-        return Finding("compiler", "warning", found, remedy)
+        words = f"{name} builds nothing: {errors[0]}; {needed_by}"
+        return Finding("compiler", "warning", words, remedy)
     return Finding("compiler", "ok", f"{path} works, for --compile")
 
 
 def memory() -> Finding:
     """Free host memory."""
     free = psutil.virtual_memory().available
-    found = f"{free / GIB:.3g} GiB of host memory free"
+    words = f"{free / GIB:.3g} GiB of host memory free"
     if free < SMALL_MEMORY:
         remedy = "models are read into it first; end other programs, or take a small model"
-        return Finding("memory", "warning", found, remedy)
-    return Finding("memory", "ok", found)
+        return Finding("memory", "warning", words, remedy)
+    return Finding("memory", "ok", words)
 
 
 def disks() -> Iterator[Finding]:
@@ -207,14 +207,14 @@ def disks() -> Iterator[Finding]:
     for name, path in places.items():
         nearest = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(nearest).free
-        found = f"{name}: {free / GIB:.3g} GiB free for {path}"
+        words = f"{name}: {free / GIB:.3g} GiB free for {path}"
         remedy = f"make room, or choose another place by {options[name]}"
         if not os.access(nearest, os.W_OK | os.X_OK):
             yield Finding("disk", "error", f"{name}: {path} is not writable", remedy)
         elif free < SMALL_DISK:
-            yield Finding("disk", "error" if free < NO_DISK else "warning", found, remedy)
+            yield Finding("disk", "error" if free < NO_DISK else "warning", words, remedy)
         else:
-            yield Finding("disk", "ok", found)
+            yield Finding("disk", "ok", words)
 
 
 def network() -> Iterator[Finding]:

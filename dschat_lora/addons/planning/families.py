@@ -45,12 +45,12 @@ class Families:
 
     def why_not(self) -> dict[str, dict[str, list[str]]]:
         """Types by the reason that speaks against them, by column."""
-        found: dict[str, dict[str, list[str]]] = {column: {} for column in COLUMNS}
+        kinds: dict[str, dict[str, list[str]]] = {column: {} for column in COLUMNS}
         for kind, cells in self.types.items():
             for column, cell in cells.items():
                 if isinstance(cell, str) and cell != NO_EXPERTS:
-                    found[column].setdefault(cell, []).append(kind)
-        return {column: reasons for column, reasons in found.items() if reasons}
+                    kinds[column].setdefault(cell, []).append(kind)
+        return {column: reasons for column, reasons in kinds.items() if reasons}
 
     def rows(self) -> list[list[str]]:
         """The table in words, a row for each type."""

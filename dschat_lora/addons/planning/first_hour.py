@@ -100,24 +100,24 @@ class Hour:
                 **asdict(CommandResult("not run", item.lacks)),
                 "seconds": 0.0,
             }
-        begun, outcome, found = time.monotonic(), CommandResult(), dict[str, Any]()
+        begun, outcome, facts = time.monotonic(), CommandResult(), dict[str, Any]()
         try:
             for command in item.commands:
                 outcome = self.run(command)
                 if outcome.reason:
                     break
             else:
-                found = item.read()
+                facts = item.read()
         except Exception as error:  # noqa: BLE001 - what a broken run wrote can be anything
             reason = f"its results cannot be read: {type(error).__name__}: {error}"
             outcome = CommandResult("failed", public(reason))
-        if "differences" in found:
-            rows = [each._asdict() | {"holds": each.holds} for each in found["differences"]]
-            found = {"differences": rows}
+        if "differences" in facts:
+            rows = [each._asdict() | {"holds": each.holds} for each in facts["differences"]]
+            facts = {"differences": rows}
             if not all(row["holds"] for row in rows):
                 outcome = CommandResult("failed")
         seconds = round(time.monotonic() - begun, 1)
-        return {"name": item.name, **asdict(outcome), **found, "seconds": seconds}
+        return {"name": item.name, **asdict(outcome), **facts, "seconds": seconds}
 
     def run(self, command: Command) -> CommandResult:
         """How the command ended; one that has run is not run again."""
@@ -265,15 +265,15 @@ def run_items(
     Whether none of the checks failed, and at least one passed.
     """
     log_once(f"{machine['card']}; at most {hour.seconds / 60:g} minutes; results in {output}")
-    found: dict[str, Any] = {"machine": machine, "checks": [], "measurements": []}
+    results: dict[str, Any] = {"machine": machine, "checks": [], "measurements": []}
     for kind, each in items.items():
         for item in each:
             result = hour.measure(item)
-            found[kind].append(result)
+            results[kind].append(result)
             log_once(wrapped(_line(result)))
-            write_whole(output / "first_hour.json", to_json(jsonable(found)) + "\n")
-            write_whole(output / "first_hour.html", page_of(found))
-    states = [result["state"] for result in found["checks"]]
+            write_whole(output / "first_hour.json", to_json(jsonable(results)) + "\n")
+            write_whole(output / "first_hour.html", page_of(results))
+    states = [result["state"] for result in results["checks"]]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("passed", "failed", "not run"))
     log_once(f"checks: {counts}")
     log_once(f"page: {output / 'first_hour.html'} (open it in a browser)")

@@ -105,29 +105,29 @@ def checks(work: Path, dtype: str) -> list[Item]:
         read = partial(compare, stage, work / reference.name, work / run.name, kind)
         return Item(name, (*before[stage], reference, run), read)
 
-    found = []
+    items = []
     for stage in STAGES:
         for kind in DTYPES:
             run = _run(work, stage, "cuda", kind)
             name = f"{stage} in {kind} against fp32 on the CPU"
-            found.append(against(runs[stage], run, name, stage, kind))
+            items.append(against(runs[stage], run, name, stage, kind))
     four = [_run(work, "sft", each, "fp32", "--base_bits", "4") for each in DEVICES]
     on_four_bits = against(four[0], four[1], "sft on a 4-bit base against the CPU", "sft", "fp32")
-    found.append(replace(on_four_bits, lacks=_lacks_four_bits()))
+    items.append(replace(on_four_bits, lacks=_lacks_four_bits()))
     # eager attention has a dense mask, by default the samples of a row are computed by themselves
     dense = _run(work, "sft", "cuda", dtype, "--attn_implementation", "eager")
     packed = _run(work, "sft", "cuda", dtype)
-    found.append(against(dense, packed, "packed rows against a dense mask", "sft", dtype))
+    items.append(against(dense, packed, "packed rows against a dense mask", "sft", dtype))
     file = work / "graphs.json"
     probe = Command("graphs", (PROBES, "graphs", dtype, str(file)), "cuda")
-    found.append(
+    items.append(
         Item(
             "CUDA graphs on and off: equal tokens",
             (probe,),
             lambda: {"differences": [Difference(*x) for x in json.loads(file.read_text("utf-8"))]},
         )
     )
-    return found
+    return items
 
 
 def _lacks_four_bits() -> str:
@@ -196,17 +196,19 @@ def compare(stage: str, reference: Path, run: Path, dtype: str) -> dict[str, Any
     theirs, ours = (read_metrics(each, "train") for each in (reference, run))
     if len(theirs) != len(ours):
         raise ValueError(f"{len(ours)} steps on the card, {len(theirs)} in the reference")
-    found: dict[str, float] = {}
+    differences: dict[str, float] = {}
     if stage != "rlhf" or dtype == "fp32":
         keys = {"loss": "loss", "gradient norm": "grad_norm"}
         if stage == "rlhf":
             keys = {"value loss": "value_loss", "gradient norm": "grad_norm"}
             keys["critic's gradient norm"] = "critic_grad_norm"
-        found = {name: largest(key) for name, key in keys.items()}
+        differences = {name: largest(key) for name, key in keys.items()}
     if stage == "rlhf":
-        found |= _rollouts(reference, run)
-        found["log-probabilities of decoding"] = max(float(each["sampler_error"]) for each in ours)
-    return {"differences": [Difference(n, value, limit(n)) for n, value in found.items()]}
+        differences |= _rollouts(reference, run)
+        differences["log-probabilities of decoding"] = max(
+            float(each["sampler_error"]) for each in ours
+        )
+    return {"differences": [Difference(n, value, limit(n)) for n, value in differences.items()]}
 
 
 def _rollouts(reference: Path, run: Path) -> dict[str, float]:
@@ -247,13 +249,13 @@ def measurements(
     work: Path, dtype: str, memory_bytes: int, sizes: Sequence[Size] = SIZES
 ) -> list[Item]:
     """SFT of each size, of the last one on a 4-bit base too, and GRPO of the first one."""
-    found = []
+    items = []
     for size in sizes:
-        found.append(_measure(work, "sft", size, dtype, memory_bytes))
+        items.append(_measure(work, "sft", size, dtype, memory_bytes))
         if size is sizes[0]:
-            found.append(_measure(work, "rlhf", size, dtype, memory_bytes))
-    found.append(_measure(work, "sft", sizes[-1], dtype, memory_bytes, "--base_bits", "4"))
-    return found
+            items.append(_measure(work, "rlhf", size, dtype, memory_bytes))
+    items.append(_measure(work, "sft", sizes[-1], dtype, memory_bytes, "--base_bits", "4"))
+    return items
 
 
 def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, *more: str) -> Item:
@@ -308,10 +310,10 @@ def _measure(work: Path, stage: str, size: Size, dtype: str, memory_bytes: int, 
 
 
 def _misfit(plan: str) -> str:
-    found = json.loads(plan)
-    if found["fits"]:
+    facts = json.loads(plan)
+    if facts["fits"]:
         return ""
-    peak = found["peak"] / 2**30
+    peak = facts["peak"] / 2**30
     return f"takes {peak:.3g} GiB by dschat-lora plan, more than this card has room for"
 
 

@@ -42,10 +42,10 @@ def main() -> None:
 
 def machine(file: str) -> None:
     """Write what the card and its software are, and nothing that names a host or its user."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        facts |= {
             "card": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
             "memory_bytes": properties.total_memory,
@@ -57,14 +57,14 @@ def machine(file: str) -> None:
             "dtype": resolve_dtype("auto"),
             "host_memory_bytes": psutil.virtual_memory().total,
         }
-    Path(file).write_text(json.dumps(found), encoding="utf-8")
+    Path(file).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def graphs(dtype: str, file: str) -> None:
     """Write how many tokens are drawn otherwise with CUDA graphs than without them."""
     config, lora = ModelConfig(), LoraConfig(lora_dim=8)
     source = find_model(None)
-    tokenizer: Any = load_tokenizer(source.base, config)
+    tokenizer = load_tokenizer(source.base, config)
     model = build_causal_lm(
         source, tokenizer, config, lora, dtype=DTYPES[dtype], seed=SEED, meta=False
     ).model
@@ -94,8 +94,8 @@ def graphs(dtype: str, file: str) -> None:
         with warnings.catch_warnings():
             # Where a capture fails, decoding goes on without.
             warnings.filterwarnings("error", message=".*without CUDA graphs")
-            found = decoder(prompts, Sampling(NEW_TOKENS), seeds=[[n] for n in range(ROWS)])
-        texts.append(found.tokens())
+            decoded = decoder(prompts, Sampling(NEW_TOKENS), seeds=[[n] for n in range(ROWS)])
+        texts.append(decoded.tokens())
     if not captured:
         raise SystemExit("no step of decoding was captured as a graph")
     other = sum(a != b for a, b in zip(*texts, strict=True)) / ROWS

@@ -23,7 +23,7 @@ def micro_batch_advice(trained: TrainedModel, load: LoadConfig) -> str | None:
     if peak is None:
         return None
     try:
-        found = trained.seconds(peak, fused=load.fused_kernels != "off")
+        seconds = trained.seconds(peak, fused=load.fused_kernels != "off")
     except ValueError:
         return None
-    return launch_advice(found.launching, found.work, compiled=load.compile)
+    return launch_advice(seconds.launching, seconds.work, compiled=load.compile)

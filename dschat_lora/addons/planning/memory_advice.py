@@ -130,15 +130,15 @@ def make_estimator(
 def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
     """Multiples of ``--tensor_parallel_size`` that the processes and the model allow as well."""
     size, count = config.parallel.tensor_parallel_size, world_size()
-    found: list[int] = []
+    allowed: list[int] = []
     if config.parallel.context_parallel_size > 1:  # which goes with none
-        return found
+        return allowed
     for larger in (n for n in range(2 * size, count + 1, size) if count % n == 0):
         with suppress(ValueError):
             check_divides(adapted.model.config.to_dict(), larger)
             check_training(config.model, adapted.lora, larger)
-            found.append(larger)
-    return found
+            allowed.append(larger)
+    return allowed
 
 
 def out_of_memory_advice(
@@ -245,12 +245,12 @@ def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -
             [{"max_seq_len": length // n} for n in (2, 4, 8) if length // n > 1],
         ),
     ]
-    found = [
+    remedies = [
         Remedy(words, [each for each in changes if now.changed(each) != now])
         for applies, words, changes in table
         if applies
     ]
-    return [remedy for remedy in found if remedy.changes]
+    return [remedy for remedy in remedies if remedy.changes]
 
 
 def _typed(now: MemoryOptions, change: Change) -> str:

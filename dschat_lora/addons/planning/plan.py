@@ -13,7 +13,12 @@ from dschat_lora.addons.planning.published import as_planned
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.config.groups import LoadConfig, is_on
 from dschat_lora.config.options import flatten
-from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
+from dschat_lora.config.stages import (
+    DpoStageConfig,
+    RewardStageConfig,
+    StageConfig,
+    SupervisedConfig,
+)
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.collectives import TensorGroup
@@ -44,6 +49,7 @@ from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.graphs import with_graphs
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
+from dschat_lora.runtime.micro_batches import with_values
 from dschat_lora.runtime.setup import engine_settings, trained_elements
 
 # Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was
@@ -52,6 +58,7 @@ BANDWIDTH_SHARE = 0.6
 # Of the host for a kernel of decoding without graphs, Python included: a step of OPT-1.3B on an
 # H100 took 49 ms.
 EAGER_SECONDS = 1.2e-4
+Config = SupervisedConfig | RlhfConfig
 TRAINING, GENERATION = "training", "generation"
 _ADAPTER_PARTS = ("lora_", ".trained.", "trained_bias")
 
@@ -73,20 +80,6 @@ class RoleMemory:
     logits: int = 0  # a chunk of them, and the gradient of the hidden states
     gathered: int = 0  # whole weights at ZeRO 3
     host: int = 0  # offloaded to host memory, for this device
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes on one device: by role, and the most in each phase."""
-
-    roles: dict[str, RoleMemory]
-    phases: dict[str, int]
-    cache: int = 0  # keys and values of decoding, and weights copied for it
-
-    @property
-    def peak(self) -> int:
-        """The most at a time."""
-        return max(self.phases.values())
 
 
 @dataclass(frozen=True)
@@ -143,13 +136,12 @@ class StepTime:
         decoding = self.decode_bytes / (BANDWIDTH_SHARE * card.bandwidth) + kernels * REPLAY_SECONDS
         recorded = self.recorded_on(card) if graphs else []
         replayed = sum(each.kernels(fused=fused) for each in recorded)
-        found = Seconds(
+        return Seconds(
             work=self.flops / (EFFICIENCY * peak * 1e12),
             launching=self.launches[fused] * LAUNCH_SECONDS,
             decoding=decoding if graphs else max(decoding, kernels * EAGER_SECONDS),
             blocks=replayed,
-        )
-        return found.recorded()
+        ).recorded()
 
 
 @dataclass(frozen=True)
@@ -182,23 +174,22 @@ class NoTokenizer:
 class StagePlan:
     """A stage as its checks resolved it, with its models on the meta device."""
 
-    config: Any
+    config: Any  # of the stage that its models are for
     models: AdaptedModel | Roles
     # What is loaded beside text models for rows that are about more, by its name: bytes.
     beside: Mapping[str, int] = field(default_factory=dict)
     # by config, of these models
-    known: dict[Any, MemoryPlan] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Config, MemoryPlan] = field(default_factory=dict, compare=False, repr=False)
 
-    def changed(self, config: object) -> "StagePlan":
+    def changed(self, config: StageConfig) -> "StagePlan":
         """The same models at other settings, which do not change what they are made of."""
         return replace(self, config=config)
 
     @property
     def load(self) -> LoadConfig:
         """How its models are loaded, and which kernels they have."""
-        config: Any = self.config
-        found: LoadConfig = config.load if isinstance(config, RlhfConfig) else config.model
-        return found
+        config: Config = self.config
+        return config.load if isinstance(config, RlhfConfig) else config.model
 
     @property
     def trained(self) -> dict[str, TrainedModel]:
@@ -225,12 +216,15 @@ class StagePlan:
 
     @property
     def phases(self) -> dict[str, int]:
-        """The most bytes on one device in each phase; see :attr:`memory`."""
-        plan = self.memory_plan
-        beside = sum(self.beside.values())
-        if not isinstance(self.models, Roles):
-            return {TRAINING: plan.updating + beside}
-        return {TRAINING: plan.updating + beside, GENERATION: plan.decoding + beside}
+        """The most bytes on one device in each phase; raises as :attr:`memory_plan` does."""
+        plan, beside = self.memory_plan, sum(self.beside.values())
+        decoding = {GENERATION: plan.decoding + beside} if isinstance(self.models, Roles) else {}
+        return {TRAINING: plan.updating + beside, **decoding}
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on one device at a time."""
+        return max(self.phases.values())
 
     @property
     def left_out(self) -> tuple[str, int] | None:
@@ -247,12 +241,8 @@ class StagePlan:
         return None
 
     @property
-    def memory(self) -> StageMemory:
-        """Bytes on one device.
-
-        Raises:
-            ValueError: for an architecture that is not understood.
-        """
+    def roles(self) -> dict[str, RoleMemory]:
+        """Bytes on one device by role; raises as :attr:`memory_plan` does."""
         models = (
             {"model": self.models} if isinstance(self.models, AdaptedModel) else self.models.models
         )
@@ -261,8 +251,7 @@ class StagePlan:
         for name, each in models.items():
             roles[name] = _role_memory(name, each.model, seen, trained, settings)
             seen |= {id(p) for p in each.model.parameters()}
-        roles |= {name: RoleMemory(size, 0) for name, size in self.beside.items()}
-        return StageMemory(roles, self.phases, self.memory_plan.cache)
+        return roles | {name: RoleMemory(size, 0) for name, size in self.beside.items()}
 
     @property
     def memory_plan(self) -> MemoryPlan:
@@ -291,12 +280,11 @@ class StagePlan:
     @property
     def time(self) -> StepTime:
         """Work of a step or iteration whose rows are all full, and all their tokens trained on."""
-        config = self.config
         if isinstance(self.models, Roles):
-            found = _iteration_time(config, self.models, self.trained)
+            time = _iteration_time(self.config, self.models, self.trained)
         else:
-            found = _step_time(config, self.trained["model"])
-        return replace(found, load=self.load, training_bytes=self.phases[TRAINING])
+            time = _step_time(self.config, self.trained["model"])
+        return replace(time, load=self.load, training_bytes=self.phases[TRAINING])
 
 
 def build_plan(config: Any, home: Path) -> StagePlan:
@@ -316,9 +304,9 @@ def build_plan(config: Any, home: Path) -> StagePlan:
     dtypes = {"fp32": torch.float32, "fp16": torch.float16}
     if isinstance(config, RlhfConfig):
         dtype = dtypes.get(config.load.dtype, torch.bfloat16)
-        found = find_sources(config)
-        planned = {role: as_planned(source, home) for role, source in found.by_role.items()}
-        other = found.reference_role
+        given = find_sources(config)
+        planned = {role: as_planned(source, home) for role, source in given.by_role.items()}
+        other = given.reference_role
         sources = Sources(planned["actor"], planned.get("critic"), planned.get(other), other)
         roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=True, group=group)
         return StagePlan(config, roles)
@@ -336,7 +324,7 @@ def build_plan(config: Any, home: Path) -> StagePlan:
     return StagePlan(config, model)
 
 
-def recomputing_options(config: Any) -> tuple[str, ...]:
+def recomputing_options(config: Config) -> tuple[str, ...]:
     """Options of recomputation; the critic's first, which costs less as a rule."""
     if not isinstance(config, RlhfConfig):
         return ("gradient_checkpointing",)
@@ -347,18 +335,8 @@ def recomputing_options(config: Any) -> tuple[str, ...]:
 
 def with_recomputation(plan: StagePlan, options: Sequence[str]) -> StagePlan:
     """The plan with recomputation by these options, and by no others."""
-    config = plan.config
-    if isinstance(config, SupervisedConfig):
-        model = replace(config.model, gradient_checkpointing=bool(options))
-        return plan.changed(replace(config, model=model))
-    roles = {
-        name: replace(
-            getattr(config, name),
-            gradient_checkpointing=f"{name}_gradient_checkpointing" in options,
-        )
-        for name in ("actor", "critic")
-    }
-    return plan.changed(replace(config, **roles))
+    names = (name for name in flatten(plan.config) if name.endswith("gradient_checkpointing"))
+    return plan.changed(with_values(plan.config, {name: name in options for name in names}))
 
 
 def recomputation(plan: StagePlan) -> tuple[list[str], list[str]]:

@@ -32,6 +32,7 @@ from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 from dschat_lora.report.texts import duration, operations
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import rollout_words
+from dschat_lora.rl.options.config import RlhfConfig
 
 GIB = 2**30
 COMMON_CARDS = ("H200", "A100", "RTX 4090", "T4")
@@ -60,8 +61,8 @@ def show_plans(
             assert options is not None
             plans = [plan_stage(what, options, home, card=card, processes=count)]
         if as_json:
-            found = [to_dict(each) for each in plans]
-            text = to_json(found if recipe else found[0])
+            facts = [to_dict(each) for each in plans]
+            text = to_json(facts if recipe else facts[0])
         else:
             text = "\n\n".join("\n".join(lines(each)) for each in plans)
         fits = all(each.command for each in plans)
@@ -85,24 +86,25 @@ def to_dict(planned: Planned) -> dict[str, Any]:
     shown = planned.better or plan
     time = shown.time
     seconds = None if card is None else time.on(card)
+    decodes = isinstance(plan.config, RlhfConfig)
     return {
         "stage": planned.name,
         "processes": planned.processes,
         "parameters": {"total": total, "trainable": trained},
-        "roles": {name: asdict(role) for name, role in plan.memory.roles.items()},
-        "cache": plan.memory.cache,
-        **_rollouts(plan),
-        "phases": plan.memory.phases,
-        "peak": plan.memory.peak,
+        "roles": {name: asdict(role) for name, role in plan.roles.items()},
+        "cache": plan.memory_plan.cache,
+        **({"max_num_seqs": plan.config.batch.rows_decoded} if decodes else {}),
+        "phases": plan.phases,
+        "peak": plan.peak,
         "recomputation": {
             "on": recomputation(plan)[0],
-            "peak_without": with_recomputation(plan, ()).memory.peak,
-            "peak_with": with_recomputation(plan, recomputing_options(plan.config)).memory.peak,
+            "peak_without": with_recomputation(plan, ()).peak,
+            "peak_with": with_recomputation(plan, recomputing_options(plan.config)).peak,
         },
         "device": card and {**asdict(card), "usable_bytes": card.usable_bytes},
         "fits": planned.fits,
         "largest": planned.largest,
-        "peak_of_command": shown.memory.peak if planned.command else None,
+        "peak_of_command": shown.peak if planned.command else None,
         "command": planned.command,
         "tokens_per_step": time.tokens,
         "flops_per_step": time.flops,
@@ -111,12 +113,6 @@ def to_dict(planned: Planned) -> dict[str, Any]:
         "expected": [asdict(each) for each in expected_speeds(time, card)],
         "data": planned.data.to_dict() if isinstance(planned.data, DataAudit) else planned.data,
     }
-
-
-def _rollouts(plan: StagePlan) -> dict[str, int]:
-    """Responses that a device decodes at a time, of a stage that decodes."""
-    is_rlhf = isinstance(plan.models, Roles)
-    return {"max_num_seqs": plan.config.batch.rows_decoded} if is_rlhf else {}
 
 
 def lines(planned: Planned) -> Iterator[str]:
@@ -129,7 +125,7 @@ def lines(planned: Planned) -> Iterator[str]:
     )
     yield wrapped(f"  per device   {_settings_words(planned, plan)}")
     yield ""
-    roles = plan.memory.roles
+    roles = plan.roles
     columns = [c for c in _COLUMNS if c != "gathered" or any(r.gathered for r in roles.values())]
     negligible = max(role.weights for role in roles.values()) / 1000
 
@@ -167,9 +163,9 @@ def lines(planned: Planned) -> Iterator[str]:
 
 def _cost_words(plan: StagePlan, card: Card | None) -> str:
     """Memory, and time where it is known."""
-    found = None if card is None else plan.time.on(card)
-    time = "" if found is None else f" and {duration(found.total)}"
-    return f"{_gib(plan.memory.peak)} GiB{time}"
+    seconds = None if card is None else plan.time.on(card)
+    time = "" if seconds is None else f" and {duration(seconds.total)}"
+    return f"{_gib(plan.peak)} GiB{time}"
 
 
 def _memory_lines(plan: StagePlan, card: Card | None) -> Iterator[str]:
@@ -202,10 +198,10 @@ def _data_lines(data: DataAudit | str) -> Iterator[str]:
 
 
 def _model_words(planned: Planned) -> str:
-    values, options = flatten(planned.plan.config), planned.options
-    names = [n for n in values if n.endswith("model_name_or_path")]
-    found = [str(options[name]) for name in names if options.get(name)]
-    known = [published_name(name) or name for name in found]
+    options = planned.options
+    names = [name for name in flatten(planned.plan.config) if name.endswith("model_name_or_path")]
+    models = [str(options[name]) for name in names if options.get(name)]
+    known = [published_name(model) or model for model in models]
     return ", ".join(dict.fromkeys(known)) or "the bundled tiny model"
 
 
@@ -227,14 +223,12 @@ def _settings_words(planned: Planned, plan: StagePlan) -> str:
 
 
 def _peak_words(plan: StagePlan) -> str:
-    memory = plan.memory
-    phases = ", ".join(f"{name} {_gib(size)}" for name, size in memory.phases.items())
-    cache = (
-        f", of which keys and values {_gib(memory.cache)}" if GENERATION in memory.phases else ""
-    )
-    host = sum(role.host for role in memory.roles.values())
-    beside = f"; {_gib(host)} GiB of host memory" if host else ""
-    return f"up to {_gib(memory.peak)} GiB per device by estimate: {phases}{cache}{beside}"
+    words = ", ".join(f"{name} {_gib(size)}" for name, size in plan.phases.items())
+    if GENERATION in plan.phases:
+        words += f", of which keys and values {_gib(plan.memory_plan.cache)}"
+    if host := sum(role.host for role in plan.roles.values()):
+        words += f"; {_gib(host)} GiB of host memory"
+    return f"up to {_gib(plan.peak)} GiB per device by estimate: {words}"
 
 
 def _device_words(planned: Planned, card: Card) -> str:
@@ -255,16 +249,16 @@ def _time_words(planned: Planned) -> str:
     time, config = shown.time, shown.config
     unit = "an iteration" if time.decode_bytes else "a step"
     work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
-    found = None if planned.card is None else time.on(planned.card)
-    if found is None:
+    spent = None if planned.card is None else time.on(planned.card)
+    if spent is None:
         return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
-    steps, seconds = config.optim.max_steps, found.total
+    steps, seconds = config.optim.max_steps, spent.total
     whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
     if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
         tokens = planned.data.tokens * config.optim.num_train_epochs
         whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
-    how = f"at {EFFICIENCY:.0%} of the card's peak{' and with CUDA graphs' * (found.replaying > 0)}"
-    if found.launching > found.work and not found.replaying:
+    how = f"at {EFFICIENCY:.0%} of the card's peak{' and with CUDA graphs' * (spent.replaying > 0)}"
+    if spent.launching > spent.work and not spent.replaying:
         how = "as fast as kernels are launched"
     per_million = duration(1e6 / time.tokens * seconds)
     return (
@@ -288,14 +282,14 @@ class Speed:
 def expected_speeds(time: StepTime, card: Card | None) -> list[Speed]:
     """Of the card that is asked for, where its peak is known, and of some common ones."""
     cards = {each.name: each for each in ([card] if card else []) + [*map(find_card, COMMON_CARDS)]}
-    found = []
+    speeds = []
     for each in cards.values():
         as_is, unfused = time.on(each), time.on(each, fused=False)
         eager = time.on(each, graphs=False)
         if as_is is None or unfused is None or eager is None:
             continue
         decodes = time.generated > 0
-        found.append(
+        speeds.append(
             Speed(
                 each.name,
                 time.tokens / as_is.training,
@@ -305,26 +299,19 @@ def expected_speeds(time: StepTime, card: Card | None) -> list[Speed]:
                 time.generated / eager.decoding if decodes else None,
             )
         )
-    return found
-
-
-def launch_words(planned: Planned, time: StepTime) -> str | None:
-    """What helps where launching takes longer than the work on the card; None where it does not."""
-    found = None if planned.card is None else time.on(planned.card)
-    if found is None:
-        return None
-    return launch_advice(
-        found.launching, found.work, compiled=flatten(planned.plan.config)["compile"]
-    )
+    return speeds
 
 
 def _launch_lines(planned: Planned, time: StepTime) -> Iterator[str]:
     """What helps where launching takes the time, and what graphs of training give and take."""
-    if bound := launch_words(planned, time):
-        yield wrapped(f"  launches     {bound}")
-    kept = 0 if planned.card is None else time.graph_bytes_on(planned.card)
-    if planned.card is not None and kept:
-        eager = time.on(planned.card, graphs=False)
+    if (card := planned.card) is None:
+        return
+    if (seconds := time.on(card)) is not None:
+        compiled = flatten(planned.plan.config)["compile"]
+        if bound := launch_advice(seconds.launching, seconds.work, compiled=compiled):
+            yield wrapped(f"  launches     {bound}")
+    if kept := time.graph_bytes_on(card):
+        eager = time.on(card, graphs=False)
         assert eager is not None
         yield wrapped(
             f"  graphs       passes of training run as CUDA graphs, which keep {_gib(kept)} GiB "

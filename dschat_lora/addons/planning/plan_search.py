@@ -15,6 +15,7 @@ from dschat_lora.addons.planning.cards import Card
 from dschat_lora.addons.planning.plan import (
     GENERATION,
     TRAINING,
+    Config,
     StagePlan,
     build_plan,
     peak_of,
@@ -40,7 +41,7 @@ from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.memory import UNKNOWN_PEAK
-from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches
+from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches, with_values
 from dschat_lora.runtime.setup import prepare_data
 
 # Of no consequence for memory; what they name need not be there.
@@ -68,7 +69,7 @@ class Planned:
     @property
     def fits(self) -> bool | None:
         """Whether it fits as it was given; None without a device."""
-        return None if self.card is None else self.plan.memory.peak <= self.card.usable_bytes
+        return None if self.card is None else self.plan.peak <= self.card.usable_bytes
 
     @property
     def command(self) -> str | None:
@@ -130,19 +131,17 @@ def _planned(
         def planner(change: Change, planner: Planner = planner) -> StagePlan:
             return replace(planner(change), beside=beside)
 
-    found = Planned(name, options, processes, given, card, {}, data=data)
+    planned = Planned(name, options, processes, given, card, {}, data=data)
     if card is None:
-        return found
-    usable = card.usable_bytes
-    if found.fits:
-        return replace(found, largest=largest_rows(given, usable))
+        return planned
+    if planned.fits:
+        return replace(planned, largest=largest_rows(given, card.usable_bytes))
     bits = "base_bits" in option_names(STAGES[name].config)
-    better = search(planner, card=card, processes=processes, has_bits=bits)
-    if better is None:
-        return found
-    return replace(
-        found, better=better[0], changes=better[1], largest=largest_rows(better[0], usable)
-    )
+    if (fitting := search(planner, card=card, processes=processes, has_bits=bits)) is None:
+        return planned
+    better, changes = fitting
+    largest = largest_rows(better, card.usable_bytes)
+    return replace(planned, better=better, changes=changes, largest=largest)
 
 
 def plan_file(recipe: Recipe, home: Path, *, card: Card | None = None) -> Iterator[Planned]:
@@ -185,7 +184,7 @@ def _with_dtype(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "dtype": "bf16" if typed == "auto" else typed}
 
 
-def _audit(name: str, config: Any, options: Mapping[str, Any]) -> DataAudit | str | None:
+def _audit(name: str, config: Config, options: Mapping[str, Any]) -> DataAudit | str | None:
     """The audit that the run would show, why it cannot be made, or None where no data is named.
 
     The prepared data stays in the cache, where the run finds it. Nothing is downloaded.
@@ -219,11 +218,10 @@ def _audit(name: str, config: Any, options: Mapping[str, Any]) -> DataAudit | st
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """Options that say how many rows a phase computes at a time, and how often in a step."""
+    """The option that says how many rows a phase computes at a time."""
 
     phase: str
     size: str
-    times: str = ""  # none of decoding, which goes on until all responses are drawn
     multiple_of: int = 1
 
     def at_once(self, plan: StagePlan) -> int:
@@ -231,35 +229,20 @@ class BatchOptions:
         batch = plan.config.batch
         return int(batch.rows_decoded if self.phase == GENERATION else getattr(batch, self.size))
 
-    def changed(self, plan: StagePlan, rows: int, times: int | None = None) -> StagePlan:
+    def changed(self, plan: StagePlan, rows: int) -> StagePlan:
         """The plan with so many rows at a time."""
-        batch = replace(plan.config.batch, **{self.size: rows})
-        if times is not None:
-            batch = replace(batch, **{self.times: times})
-        return plan.changed(replace(plan.config, batch=batch))
-
-    def of_one_step(self, plan: StagePlan) -> Iterator[StagePlan]:
-        """The same step in ever smaller micro-batches, beginning with the present one."""
-        yield plan
-        now = self.at_once(plan)
-        total = now * getattr(plan.config.batch, self.times) if self.times else 0
-        for rows in range(now - 1, 0, -1):
-            if total % rows == 0 and rows % self.multiple_of == 0:
-                yield self.changed(plan, rows, total // rows if self.times else None)
+        return plan.changed(with_values(plan.config, {self.size: rows}))
 
 
-def batch_options(config: Any) -> list[BatchOptions]:
+def batch_options(config: Config) -> list[BatchOptions]:
     """What sizes micro-batches, by phase; none where tokens do."""
     if isinstance(config, RlhfConfig):
-        batch = config.batch
-        found = [BatchOptions(GENERATION, "max_num_seqs", multiple_of=batch.num_generations)]
-        if not batch.tokens_per_device:
-            size = "per_device_training_batch_size"
-            found.append(BatchOptions(TRAINING, size, "gradient_accumulation_steps"))
-        return found
+        decoding = [BatchOptions(GENERATION, "max_num_seqs", config.batch.num_generations)]
+    else:
+        decoding = []
     if config.batch.tokens_per_device:
-        return []
-    return [BatchOptions(TRAINING, "per_device_train_batch_size", "gradient_accumulation_steps")]
+        return decoding
+    return [*decoding, BatchOptions(TRAINING, config.rows["rows_per_step"][0])]
 
 
 def resolved(plan: StagePlan, card: Card | None) -> StagePlan:
@@ -286,7 +269,7 @@ def with_rows_by_memory(plan: StagePlan, card: Card) -> StagePlan:
 
 def _fastest(plan: StagePlan, undecided: Sequence[str], card: Card, *, splits: bool) -> StagePlan:
     """Of the same step by the rule of a run; what needs least, where nothing fits."""
-    costs = StepCosts[Any](
+    costs = StepCosts[Config](
         need=lambda config: plan.changed(config).phases[TRAINING],
         trained=lambda config: plan.changed(config).trained.values(),
         load=plan.load,
@@ -298,15 +281,15 @@ def _fastest(plan: StagePlan, undecided: Sequence[str], card: Card, *, splits: b
 
 def largest_rows(plan: StagePlan, usable: int) -> dict[str, int]:
     """The most rows at a time that fit, by option; 0 where not even the fewest do."""
-    found = {}
+    largest = {}
     for rows in batch_options(plan.config):
         unit = rows.multiple_of
 
         def need(count: int, rows: BatchOptions = rows) -> int:
             return rows.changed(plan, count * rows.multiple_of).phases[rows.phase]
 
-        found[rows.size] = unit * _largest(need, usable, MOST_ROWS // unit)
-    return found
+        largest[rows.size] = unit * _largest(need, usable, MOST_ROWS // unit)
+    return largest
 
 
 def _largest(need: Callable[[int], int], usable: int, most: int) -> int:
@@ -341,18 +324,18 @@ def search(
             plan = planner(change) if change else first
         except ValueError:
             continue  # the stage refuses it
-        if found := _in_smaller_batches(plan, card):
+        if fitting := _in_smaller_batches(plan, card):
             # Options whose values differ, recomputation included where it was left open.
-            old, new = flatten(first.config), flatten(found.config)
-            names = set(recomputing_options(found.config))
-            names |= {n for each in batch_options(found.config) for n in (each.size, each.times)}
+            old, new = flatten(first.config), flatten(fitting.config)
+            names = {*recomputing_options(fitting.config)}
+            names |= {each.size for each in batch_options(fitting.config)}
             names |= {"tokens_per_device", "gradient_accumulation_steps"}
             changed = {n: v for n, v in new.items() if n in names and v != old[n]}
-            return found, changed | change
+            return fitting, changed | change
     return None
 
 
-def _sharing(config: Any, processes: int, *, has_bits: bool) -> Iterator[dict[str, Any]]:
+def _sharing(config: Config, processes: int, *, has_bits: bool) -> Iterator[dict[str, Any]]:
     """What moves or shrinks weights and optimizer state, the least costly first."""
     yield {}
     if isinstance(config, RlhfConfig):
@@ -378,8 +361,9 @@ def _in_smaller_batches(plan: StagePlan, card: Card) -> StagePlan | None:
     on, undecided = recomputation(plan)
     plan = _fastest(with_recomputation(plan, on), undecided, card, splits=True)
     plan, usable = with_rows_by_memory(plan, card), card.usable_bytes
-    for rows in batch_options(plan.config):
-        if rows.phase == GENERATION:
-            fitting = (p for p in rows.of_one_step(plan) if p.phases[GENERATION] <= usable)
-            plan = next(fitting, plan)
-    return plan if max(plan.phases.values()) <= usable else None
+    if isinstance(plan.config, RlhfConfig):
+        rows, *_ = batch_options(plan.config)
+        sizes = range(rows.at_once(plan) - 1, 0, -1)
+        fewer = (rows.changed(plan, n) for n in sizes if n % rows.multiple_of == 0)
+        plan = next((p for p in (plan, *fewer) if p.phases[GENERATION] <= usable), plan)
+    return plan if plan.peak <= usable else None

@@ -15,7 +15,12 @@ from dschat_lora.addons.report.markup import safe
 from dschat_lora.api.options import Data, Model, option_values
 from dschat_lora.commands.stages import STAGES, with_verb_defaults
 from dschat_lora.config.held import is_held
-from dschat_lora.config.options import build_config, options_in_python, typed_options
+from dschat_lora.config.options import (
+    build_config,
+    option_fields,
+    options_in_python,
+    typed_options,
+)
 from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.stage_main import late
 
@@ -52,7 +57,7 @@ def plan(
     *,
     device: str | None = None,
     num_gpus: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> Plan:
     """Memory and time of a stage, and settings that fit a device; no weights are loaded.
 
@@ -113,7 +118,7 @@ def tune(
     reduction_factor: int = 3,
     output_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    **options: Any,
+    **options: object,
 ) -> Tuned:
     """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
 
@@ -147,19 +152,8 @@ def tune(
         ValueError: for a value that cannot be used, or if no trial came to its end.
         SystemExit: after Ctrl-C, once the runs are saved; ``resume=True`` goes on.
     """
-    search = {
-        "rates": rates,
-        "ranks": ranks,
-        "batches": batches,
-        "trials": trials,
-        "seeds": seeds,
-        "jobs": jobs,
-        "metric": metric,
-        "min_steps": min_steps,
-        "reduction_factor": reduction_factor,
-        "output_dir": output_dir,
-        "resume": resume,
-    }
+    given = locals()
+    search = {name: given[name] for name in option_fields(TuneConfig)}
     config = build_config(TuneConfig, options_in_python(TuneConfig, search))
     with ExitStack() as stack:
         typed = _stage_options(stage, model, data, options, stack)
@@ -183,5 +177,4 @@ def _stage_options(
     config_class = STAGES[stage].config
     values = option_values(config_class, {**options, **given}, stack)
     typed = options_in_python(config_class, values)
-    config: Any = build_config(config_class, typed)
-    return typed | typed_options(with_verb_defaults(config))
+    return typed | typed_options(with_verb_defaults(build_config(config_class, typed)))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import torch
 
@@ -18,9 +19,10 @@ from dschat_lora.config.groups import is_on
 from dschat_lora.config.options import build_config, command_line, flatten
 from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.response.errors import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.runtime.memory import MemoryPlan
+from dschat_lora.runtime.micro_batches import smaller_micro_batches
 
 
 def advise(
@@ -60,18 +62,18 @@ def memory_advice(
     @cache
     def phases(options: frozenset[tuple[str, object]]) -> tuple[int, int]:
         """Bytes that are needed with these options: of the phase that ran out, of the other."""
-        found, keeps = plan, plan.keeps_cache
+        changed, keeps = plan, plan.keeps_cache
         if change := dict(options):
             with suppress(ValueError):  # what is refused saves nothing
                 values = {**flatten(config), **change}
                 if stage := change.get("zero_stage"):
                     values |= {"actor_zero_stage": stage, "critic_zero_stage": stage}
-                found = planned(build_config(RlhfConfig, values)) or plan
+                changed = planned(build_config(RlhfConfig, values)) or plan
                 graphs = 0 if change.get("training_graphs") == "off" else plan.graphs
-                found = replace(found, cache=found.cache + unpacked, graphs=graphs)
+                changed = replace(changed, cache=changed.cache + unpacked, graphs=graphs)
             keeps = keeps and "release_inference_cache" not in change
-        training = found.updating + (found.cache if keeps else 0)
-        return (found.decoding, training) if decodes else (training, found.decoding)
+        training = changed.updating + (changed.cache if keeps else 0)
+        return (changed.decoding, training) if decodes else (training, changed.decoding)
 
     def need(change: Change) -> int:
         own, other = phases(frozenset(change.items()))
@@ -97,24 +99,25 @@ def memory_advice(
 
 def _remedies(config: RlhfConfig, *, keeps_cache: bool, records: bool) -> list[Remedy]:
     """Changes that are left, the least costly first; all but of the bits leave results alone."""
-    batch, data = config.batch, config.data
+    batch = config.batch
     kept = [f"{role}_gradient_checkpointing" for role in ("critic", "actor")]
     kept = [name for name in kept[not config.has_critic :] if not is_on(flatten(config)[name])]
     recomputed = [dict.fromkeys(kept[: n + 1], True) for n in range(len(kept))]
     offloaded = dict.fromkeys(kept, True) | {"offload_activations": True}
-    tokens = [batch.tokens_per_device // n for n in (2, 4, 8)]
-    rows = _fewer("per_device_training_batch_size", "gradient_accumulation_steps", batch)
+    smaller = smaller_micro_batches(config, longest=config.data.max_seq_len)
     fewer = range(batch.rows_decoded - 1, 0, -1)
     decoded = [{"max_num_seqs": n} for n in fewer if n % batch.num_generations == 0]
-    if batch.tokens_per_device:
-        rows = [{"tokens_per_device": n} for n in tokens if n >= data.max_seq_len]
     adapted = all(each.lora_dim > 0 for each in config.trained.values())
     frozen = adapted and config.classic.only_optimize_lora
     whole = (config.parallel.zero_stage or 0) < 3
     table: list[tuple[bool, str, Sequence[Change]]] = [
         (keeps_cache, "free what decoding keeps", [{"release_inference_cache": True}]),
         (records, "train without CUDA graphs", [{"training_graphs": "off"}]),
-        (True, "compute fewer rows at once", rows),
+        (
+            True,
+            "compute fewer rows at once",
+            [*islice(smaller, 3 if batch.tokens_per_device else None)],
+        ),
         (True, "decode fewer responses at once", decoded),
         (
             not config.parallel.offload_activations,
@@ -130,14 +133,6 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool, records: bool) -> list[R
         ),
     ]
     return [Remedy(words, changes) for applies, words, changes in table if applies and changes]
-
-
-def _fewer(size: str, times: str, batch: RolloutConfig) -> list[Change]:
-    """As many rows in smaller batches, the largest first."""
-    now = getattr(batch, size)
-    total = now * getattr(batch, times)
-    fitting = (n for n in range(now - 1, 0, -1) if total % n == 0)
-    return [{size: fewer, times: total // fewer} for fewer in fitting]
 
 
 def _typed(change: Change) -> str:

@@ -37,6 +37,7 @@ from dschat_lora.commands.launch import (
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, flatten, value_text
+from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.config.staging import alone, check_place, open_in_place, write_whole
 from dschat_lora.engine.children import end_with_parent, variables_of_no_launch, visible_gpu
 from dschat_lora.lora.rates import octaves_above, ruled_rates
@@ -179,15 +180,16 @@ def make_search(
     return search
 
 
-def _ruled_rate(config: Any, stage: str, *, adapts: bool) -> float:
+def _ruled_rate(config: StageConfig, stage: str, *, adapts: bool) -> float:
     if isinstance(config, RlhfConfig):
         model = config.actor.model(config.load)
         lora = config.actor.lora(config.classic.only_optimize_lora)
     else:
+        assert isinstance(config, SupervisedConfig)
         model, lora = config.model, config.lora
-    found = load_config(find_model(model.model_name_or_path).base, model)
+    shape = load_config(find_model(model.model_name_or_path).base, model)
     lora = replace(lora, lora_dim=lora.lora_dim or 1) if adapts else lora
-    rates = ruled_rates(found.model_type, found.hidden_size, stage=stage, lora=lora)
+    rates = ruled_rates(shape.model_type, shape.hidden_size, stage=stage, lora=lora)
     return rates.adapter if adapts else rates.base
 
 
@@ -401,8 +403,8 @@ def _chosen(trial: "Trial", search: Search) -> dict[str, Any]:
     """The options of a trial, as its candidate or the sampler has them."""
     rate, *others = search.candidates[0]
     rates = search.values(rate)
-    found: dict[str, Any] = {rate: trial.suggest_float(rate, rates[0], rates[-1], log=True)}
-    return found | {n: trial.suggest_categorical(n, search.values(n)) for n in others}
+    chosen: dict[str, Any] = {rate: trial.suggest_float(rate, rates[0], rates[-1], log=True)}
+    return chosen | {n: trial.suggest_categorical(n, search.values(n)) for n in others}
 
 
 def _words(chosen: Mapping[str, float]) -> str:

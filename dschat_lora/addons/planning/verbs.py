@@ -105,7 +105,7 @@ def tune(argv: list[str]) -> None:
     """Run ``dschat-lora tune``."""
     parser = Parser("dschat-lora tune", TuneConfig.__doc__, TUNE_EXAMPLES)
     parser.add_argument("stage", metavar="STAGE", help=", ".join(STAGES))
-    for name, option in option_fields(TuneConfig):
+    for name, option in option_fields(TuneConfig).items():
         parser.add_option(OTHER, [name], *option)
     chosen, rest = parser.parse_known_args(argv)
     values = vars(chosen)
@@ -122,7 +122,7 @@ def _typed(
     verb: str, stage: str, argv: list[str], positionals: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """A stage's options as typed, with the defaults of its verb."""
-    config: Any = parse_config(
+    config = parse_config(
         STAGES[stage].config,
         argv,
         program=f"dschat-lora {verb} {stage}",
@@ -170,14 +170,14 @@ def models(argv: list[str]) -> None:
 
 def _show_families(*, as_json: bool) -> None:
     """Print the table of types, the reasons of what is missing, and what the columns say."""
-    found = read_families()
+    families = read_families()
     if as_json:
-        log_once(to_json(asdict(found)))
+        log_once(to_json(asdict(families)))
         return
-    log_once(f"types of models with transformers {found.transformers}, found by trying each\n")
-    for line in table(["type", *map(short, COLUMNS)], found.rows()):
+    log_once(f"types of models with transformers {families.transformers}, found by trying each\n")
+    for line in table(["type", *map(short, COLUMNS)], families.rows()):
         log_once(line)
-    for column, reasons in found.why_not().items():
+    for column, reasons in families.why_not().items():
         log_once(f"\n{short(column)}: {COLUMNS[column]}; not for")
         for reason, kinds in reasons.items():
             log_once(wrapped(f"  {', '.join(kinds)}: {reason}"))

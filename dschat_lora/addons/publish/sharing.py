@@ -88,11 +88,7 @@ def push_directory(config: PushConfig) -> None:
 def _upload(directory: Path, config: PushConfig) -> str:
     """Upload; returns where. Errors are those of :func:`push_directory`."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     api = HfApi()
     try:
@@ -156,8 +152,8 @@ def export_gguf(config: ExportConfig, run: Callable[[Sequence[str]], int]) -> bo
 def _converter(script: str, checkout: str | None) -> Path | None:
     """llama.cpp's converter, in a checkout of it or on PATH; None where it is not there."""
     if checkout is None:
-        found = shutil.which(script)
-        return Path(found) if found else None
+        program = shutil.which(script)
+        return Path(program) if program else None
     path = Path(checkout).expanduser() / script
     if not path.is_file():
         raise ValueError(f"--llama_cpp {checkout} holds no {script}; give a checkout of llama.cpp")

@@ -9,6 +9,7 @@ ADDON = Addon(
         "report": "one page about runs: curves, results, time, settings",
         "rollouts": "look through a run's responses of step 3",
     },
+    writes=("report.html",),
     provides={
         "observer": {"report": "dschat_lora.addons.report.html:LiveReport"},
         "run_view": {

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from dschat_lora.checkpoint.history import CHECKPOINTS
 from dschat_lora.config.addons import addon_options
-from dschat_lora.config.groups import check_address, require, require_numbers
+from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.options import group, option
 from dschat_lora.config.stages import InferenceConfig
 from dschat_lora.models.source import ModelSource, find_model
@@ -16,6 +16,27 @@ from dschat_lora.runtime.checks import find_of_kind
 BASE = "base"
 # Directories in a run's whose parent has the run's name.
 _INNER = ("adapter", "model", "actor")
+
+
+# Names of this machine that only itself can reach.
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def check_address(host: str, port: int, token: str | None, *, example: str) -> None:
+    """Refuse what no server can listen on, and to let others in without a token.
+
+    ``example`` is one, which the refusal names.
+    """
+    require(bool(host), "host", "''", "an address or a name")
+    require(0 <= port < 65536, "port", port, "in [0, 65535]")
+    if token is not None:
+        visible = token.isascii() and token.isprintable() and " " not in token
+        require(bool(token) and visible, "token", "this", "visible ASCII, no spaces")
+    if host not in LOCAL_HOSTS and token is None:
+        raise ValueError(
+            f"--host {host} lets other machines in: give --token {example} too, which requests "
+            "must then carry"
+        )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import note
 from dschat_lora.runtime.checks import find_of_kind
 from dschat_lora.supervised.inference import attached_media
-from dschat_lora.supervised.scorer import Scorer
+from dschat_lora.supervised.scorer import LoadedRewardModel
 
 NO_LIMIT = 2**31
 
@@ -278,7 +278,7 @@ class AnswerScorer:
     def __init__(self, config: AnswerConfig, served: Iterable[ServedModel]) -> None:
         bases = {model.base_path: model.batch.base for model in served}
         options = config.loading.model(config.reward)
-        self._scorer = Scorer(options, bases=bases)
+        self._scorer = LoadedRewardModel(options, bases=bases)
         self._chat = make_chat(self._scorer.tokenizer, config.loading.chat_template_kwargs)
         self._lock = threading.Lock()
 

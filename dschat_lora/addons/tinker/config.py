@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dschat_lora.config.groups import ModelConfig, check_address, require, require_numbers
+from dschat_lora.addons.serving.config import check_address
+from dschat_lora.config.groups import ModelConfig, require, require_numbers
 from dschat_lora.config.options import option
 
 KEY_PREFIX = "tml-"  # without which the client does not take a key

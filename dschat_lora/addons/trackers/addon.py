@@ -8,4 +8,5 @@ ADDON = Addon(
         ("sft", "reward", "dpo", "rlhf", "distill", "nlg"),
         "dschat_lora.addons.trackers.options:TrackerOptions",
     ),
+    writes=("wandb", "trackers.json"),
 )

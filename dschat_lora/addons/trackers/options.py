@@ -55,15 +55,13 @@ class TrackerOptions:
         if self.enable_tensorboard or self.tensorboard_path:
             names["tensorboard"] = None
         for name in names:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
             # Without an origin it is a directory of that name, such as the one wandb writes.
-            if found is None or found.origin is None:
+            if spec is None or spec.origin is None:
                 typed = f"--report_to {name}" if name in self.report_to else "--enable_tensorboard"
                 raise ValueError(f"{typed} needs a package: pip install 'dschat_lora[{name}]'")
         own = replace(
-            self,
-            report_to=tuple(names) or ("none",),
-            enable_tensorboard="tensorboard" in names,
+            self, report_to=tuple(names) or ("none",), enable_tensorboard="tensorboard" in names
         )
         options: Any = config
         return replace(options, addons=replace(options.addons, trackers=own))

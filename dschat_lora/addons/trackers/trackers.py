@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 from dschat_lora.config.staging import write_whole
@@ -14,9 +14,19 @@ from dschat_lora.report.directory import read_object
 from dschat_lora.report.log import Sink, numbers_of
 from dschat_lora.report.terminal import note
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 # Of an output directory: what a tracker calls the run, so that a resumed one goes on in it.
 TRACKERS_FILE = "trackers.json"
 PROJECT = "dschat_lora"
+
+
+class NamedRun(Protocol):
+    """A run of wandb or trackio."""
+
+    def log(self, numbers: dict[str, float], step: int | None = None) -> object: ...
+    def finish(self) -> object: ...
 
 
 def _replay(tracker: Sink, lines: Sequence[bytes], *, first: int) -> None:
@@ -36,7 +46,7 @@ class TensorBoard:
     """
 
     directory: Path
-    _writer: Any = field(default=None, init=False)
+    _writer: "SummaryWriter | None" = field(default=None, init=False)
 
     def begin(self, lines: Sequence[bytes], *, first: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional extra
@@ -48,6 +58,7 @@ class TensorBoard:
         _replay(self, lines, first=first)
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        assert self._writer is not None, "it has begun"
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
@@ -79,7 +90,7 @@ class RunTracker:
     name: str  # of the library
     directory: Path  # output directory
     config: Mapping[str, Any]  # options of the run
-    _run: Any = field(default=None, init=False)
+    _run: NamedRun | None = field(default=None, init=False)
 
     def begin(self, lines: Sequence[bytes], *, first: int) -> None:
         if self._run is not None:
@@ -112,7 +123,7 @@ class RunTracker:
     def close(self) -> None:
         self._try(lambda run: run.finish())
 
-    def _try(self, use: Callable[[Any], object]) -> None:
+    def _try(self, use: Callable[[NamedRun], object]) -> None:
         if self._run is None:
             return
         try:
@@ -122,7 +133,7 @@ class RunTracker:
             note(f"--report_to {self.name} failed and gets no more: {error!r}")
 
 
-def _start_wandb(identity: str, directory: Path, config: dict[str, Any]) -> Any:
+def _start_wandb(identity: str, directory: Path, config: dict[str, Any]) -> NamedRun:
     import wandb  # an optional extra
 
     run = wandb.init(
@@ -137,13 +148,14 @@ def _start_wandb(identity: str, directory: Path, config: dict[str, Any]) -> Any:
     # A resumed run may redo steps, and wandb's own count only rises.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
-    return run
+    named: NamedRun = run
+    return named
 
 
-def _start_trackio(identity: str, directory: Path, config: dict[str, Any]) -> Any:
+def _start_trackio(identity: str, directory: Path, config: dict[str, Any]) -> NamedRun:
     import trackio  # an optional extra
 
-    return trackio.init(
+    run: NamedRun = trackio.init(
         project=os.environ.get("TRACKIO_PROJECT", PROJECT),
         name=identity,
         resume="allow",
@@ -152,3 +164,4 @@ def _start_trackio(identity: str, directory: Path, config: dict[str, Any]) -> An
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
+    return run

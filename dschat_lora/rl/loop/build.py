@@ -25,7 +25,7 @@ from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
 from dschat_lora.runtime.graphs import record_training
-from dschat_lora.runtime.resume import goes_on_in_place, run_of
+from dschat_lora.runtime.resume import resumes_in_place, run_of
 
 if TYPE_CHECKING:
     from dschat_lora.rl.learn.pretraining import Pretraining
@@ -72,7 +72,7 @@ def make_parts(
     config, classic, run = setup.config, setup.config.classic, setup.run
     assert run.directory is not None, "a dry run keeps nothing"
     earlier = None
-    if config.checkpoint and not goes_on_in_place(config):
+    if config.checkpoint and not resumes_in_place(config):
         earlier = run_of(Path(config.checkpoint))
     rollouts = RolloutLog(
         open_rollouts(run.directory, run.log, active=rank() == 0, source=earlier),

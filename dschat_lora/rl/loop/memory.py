@@ -3,17 +3,16 @@
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size, device, device_type, max_over_ranks
 from dschat_lora.generation.batch_state import COLUMN_BUCKET, ROW_BUCKETS
 from dschat_lora.generation.slots import READ_ROWS, READ_TOKENS
+from dschat_lora.kernels.support import next_power_of_2
 from dschat_lora.lora.layers import LoraLinear, is_quantized, value_bytes
 from dschat_lora.lora.parallel import group_of
+from dschat_lora.models.loading import PreTrainedModel
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import cached_token_bytes, largest_unpacked, parameter_bytes
 from dschat_lora.perf.shape import chains_of, describe
@@ -66,7 +65,7 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> tuple[RlhfCo
 
 
 def decoding_by_memory(
-    config: RlhfConfig, plan: MemoryPlan | None, model: nn.Module, *, free: int
+    config: RlhfConfig, plan: MemoryPlan | None, model: PreTrainedModel, *, free: int
 ) -> tuple[RlhfConfig, MemoryPlan | None]:
     """The config with as many responses decoded at a time as fit beside the rest of its plan.
 
@@ -101,7 +100,7 @@ def decoding_by_memory(
     return decoding(batch.num_generations * max(1, fitting))
 
 
-def passes_bytes(config: RlhfConfig, model: Any, *, rows: int) -> int:
+def passes_bytes(config: RlhfConfig, model: PreTrainedModel, *, rows: int) -> int:
     """Most bytes that passes of decoding take for themselves, with so many rows.
 
     The prompts of a batch are read at once. A token is drawn from logits, probabilities and their
@@ -113,7 +112,7 @@ def passes_bytes(config: RlhfConfig, model: Any, *, rows: int) -> int:
     return of_prompts + rows * describe(model).vocab_size * _LOGIT_BYTES
 
 
-def recorded_bytes(config: RlhfConfig, model: Any) -> int:
+def recorded_bytes(config: RlhfConfig, model: PreTrainedModel) -> int:
     """Most bytes that CUDA graphs keep which read the prompts of rows that are refilled.
 
     They are of one size at a time, as one's memory is the others' too; their logits are in fp32.
@@ -125,7 +124,7 @@ def recorded_bytes(config: RlhfConfig, model: Any) -> int:
         return 0
     columns = cache_columns(config)
     columns += -columns % COLUMN_BUCKET
-    rows = 1 << (_prompts_at_once(config, batch.rows_decoded) - 1).bit_length()
+    rows = next_power_of_2(_prompts_at_once(config, batch.rows_decoded))
     tokens = min(READ_TOKENS, rows * config.data.max_prompt_seq_len)
     of_prompts = _reading_bytes(model, tokens=tokens, columns=columns)
     return of_prompts + 2 * 4 * READ_ROWS * describe(model).vocab_size
@@ -136,7 +135,7 @@ def _prompts_at_once(config: RlhfConfig, rows: int) -> int:
     return max(rows // config.batch.num_generations, min(rows, config.eval_prompts))
 
 
-def _reading_bytes(model: Any, *, tokens: int, columns: int) -> int:
+def _reading_bytes(model: PreTrainedModel, *, tokens: int, columns: int) -> int:
     """Most bytes that a pass over tokens of prompts takes, which attend to so many columns.
 
     Each has what the readers of an MLP give, its activation and product, and four tensors of the
@@ -152,7 +151,7 @@ def _reading_bytes(model: Any, *, tokens: int, columns: int) -> int:
     return round(tokens * model.dtype.itemsize * (position + 2 * columns))
 
 
-def rollout_words(config: RlhfConfig, plan: MemoryPlan | None, model: nn.Module) -> str:
+def rollout_words(config: RlhfConfig, plan: MemoryPlan | None, model: PreTrainedModel) -> str:
     """How many responses a device decodes at a time, and why, for the log."""
     batch = config.batch
     words = f"{batch.rows_decoded:,} of {batch.responses:,} responses at a time"
@@ -253,7 +252,7 @@ def keeping_cache(
     return kept if fits else plan
 
 
-def cache_bytes(config: RlhfConfig, model: nn.Module) -> int:
+def cache_bytes(config: RlhfConfig, model: PreTrainedModel) -> int:
     """Bytes on one device of what draws responses: of our own keys and values, those at a time.
 
     A GPU has room for 8 rows and :data:`COLUMN_BUCKET` columns more at a time. With turns, a CPU

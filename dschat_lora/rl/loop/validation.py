@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.groups import BatchConfig, parse_rope_scaling
+from dschat_lora.config.groups import BatchConfig
+from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template

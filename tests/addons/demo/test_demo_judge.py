@@ -50,11 +50,11 @@ def says(tokenizer, answers, seen=None):
     def decode(model, prompts, sampling, *, seeds, eos_ids, pad_id, device):
         if seen is not None:
             seen.extend(seed for own in seeds for seed in own)
-        found = []
+        drawn = []
         for ids, own in zip(prompts, seeds, strict=True):
             answer = tokenizer.add(answers[tokenizer.texts[ids[0]]])
-            found.append([[answer, 0] for _ in own[1:]] + [[answer]])
-        return found
+            drawn.append([[answer, 0] for _ in own[1:]] + [[answer]])
+        return drawn
 
     return decode
 
@@ -65,7 +65,7 @@ def test_scores_are_means_over_draws_then_over_prompts(monkeypatch, rows, draws)
     answers = {row["prompt"]: row["chosen"] for row in rows}
     seeds = []
     monkeypatch.setattr(judging, "decode", says(tokenizer, answers, seeds))
-    found = judging.rule_scores(None, tokenizer, Sampling(48), draws=draws)
+    shares = judging.rule_scores(None, tokenizer, Sampling(48), draws=draws)
     for name in ("score", "correct", "polite", "ends"):
         values = []
         for row in rows:
@@ -73,9 +73,9 @@ def test_scores_are_means_over_draws_then_over_prompts(monkeypatch, rows, draws)
             values.append(sum(float(getattr(v, name)) for v in verdicts) / draws)
         mean = sum(values) / len(values)
         variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-        assert found[name].mean == pytest.approx(mean)
-        assert found[name].error == pytest.approx(math.sqrt(variance / len(values)))
-    assert found["correct"].mean == 1.0
+        assert shares[name].mean == pytest.approx(mean)
+        assert shares[name].error == pytest.approx(math.sqrt(variance / len(values)))
+    assert shares["correct"].mean == 1.0
     assert len(set(seeds)) == draws * len(rows), "every draw has random numbers of its own"
 
 
@@ -109,8 +109,8 @@ def test_base_sft_and_policy_are_judged_with_their_own_adapters(monkeypatch, tmp
         return seen[-1]
 
     monkeypatch.setattr(judging, "judge_model", judge_model)
-    found = judging.evaluate_by_rule(tmp_path / "sft", tmp_path / "policy")
-    assert found == {"base": (False, 1.0), "SFT": (True, 1.0), "PPO": (True, 2.0)}
+    judged = judging.evaluate_by_rule(tmp_path / "sft", tmp_path / "policy")
+    assert judged == {"base": (False, 1.0), "SFT": (True, 1.0), "PPO": (True, 2.0)}
 
 
 def write(directory, value):
@@ -143,7 +143,7 @@ def test_accuracy_is_told_for_each_flaw(monkeypatch, tmp_path, rows):
     def score(prompt, answer):
         return float(len(answer)) * (-1 if "Leo" in prompt else 1)
 
-    monkeypatch.setattr(judging, "Scorer", Lengths)
+    monkeypatch.setattr(judging, "LoadedRewardModel", Lengths)
     right = {}
     for row in rows:
         chosen, rejected = (score(row["prompt"], row[name]) for name in ("chosen", "rejected"))

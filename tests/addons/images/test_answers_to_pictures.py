@@ -18,7 +18,8 @@ import dschat_lora as dl
 from addons.images.vlms import drawn, spread, tiny_vlm
 from dschat_lora.addons.images import entries
 from dschat_lora.commands import verbs
-from dschat_lora.config.groups import ALL_BESIDE, LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.values import ALL_BESIDE
 from dschat_lora.data.media import FIRST_ID, media_reader
 from dschat_lora.models.loading import load_tokenizer
 from dschat_lora.supervised.inference import load_policy

@@ -14,16 +14,16 @@ __all__ = ["home", "verb"]
 
 
 def test_inspect_says_what_an_adapter_is(verb, home):
-    found = json.loads(verb("inspect", "sft/adapter", "--json"))
-    assert (found["kind"], found["rank"], found["task"]) == ("adapter", 4, "language model")
-    assert found["layers"] == ["q_proj", "v_proj"]
+    facts = json.loads(verb("inspect", "sft/adapter", "--json"))
+    assert (facts["kind"], facts["rank"], facts["task"]) == ("adapter", 4, "language model")
+    assert facts["layers"] == ["q_proj", "v_proj"]
     tensors = [*(home / "sft" / "adapter").glob("*.safetensors")]
     assert len(tensors) == 1
     layers = json.loads((BUNDLED_MODEL / "config.json").read_text())["num_hidden_layers"]
     width = json.loads((BUNDLED_MODEL / "config.json").read_text())["hidden_size"]
-    assert found["tensors"] == 4 * layers
-    assert found["parameters"] == layers * 4 * width * 4
-    assert found["damage"] is None
+    assert facts["tensors"] == 4 * layers
+    assert facts["parameters"] == layers * 4 * width * 4
+    assert facts["damage"] is None
 
 
 @pytest.mark.smoke
@@ -45,8 +45,8 @@ def test_inspect_of_a_damaged_adapter_has_code_1(verb, home, tmp_path):
         (copy / path.name).write_bytes(path.read_bytes())
     config = copy / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
-    found = json.loads(verb("inspect", copy, "--json", code=1))
-    assert "adapter_config.json" in found["damage"]
+    facts = json.loads(verb("inspect", copy, "--json", code=1))
+    assert "adapter_config.json" in facts["damage"]
 
 
 def test_control_characters_of_a_run_do_not_reach_the_terminal(capsys, tmp_path):

@@ -47,10 +47,10 @@ MOST_WHOLE = 0.1  # of the weights in blocks that may keep 16 bits beside a base
 
 def from_matrix(rows):
     """Columns of each type by the matrix's rows ``{"type", "check", "ok", "found"}``."""
-    found = {}
+    by_type = {}
     for row in rows:
-        found.setdefault(row["type"], {})[row["check"]] = _cell(row)
-    return {kind: _columns(cells) for kind, cells in found.items()}
+        by_type.setdefault(row["type"], {})[row["check"]] = _cell(row)
+    return {kind: _columns(cells) for kind, cells in by_type.items()}
 
 
 def _cell(row):

@@ -42,12 +42,12 @@ def test_a_local_build_counts_as_its_version():
 )
 def test_no_compiler_is_a_warning_for_the_options_that_need_one(monkeypatch, kind, variable, words):
     monkeypatch.setenv(variable, "no-such-compiler")
-    found = doctor.compiler(torch.device(kind))
-    assert found.state == "warning"
-    assert f"{words} (no-such-compiler); --compile" in found.found
-    assert ("flex_attention" in found.found) == (kind == "cuda")
-    assert "--offload" not in found.found + found.remedy
-    assert variable in found.remedy
+    finding = doctor.compiler(torch.device(kind))
+    assert finding.state == "warning"
+    assert f"{words} (no-such-compiler); --compile" in finding.found
+    assert ("flex_attention" in finding.found) == (kind == "cuda")
+    assert "--offload" not in finding.found + finding.remedy
+    assert variable in finding.remedy
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("gcc", "g++"))), reason="no compilers")
@@ -56,9 +56,9 @@ def test_a_compiler_without_pythons_headers_is_a_warning(monkeypatch, tmp_path, 
     monkeypatch.delenv(variable, raising=False)
     assert doctor.compiler(torch.device(kind)).state == "ok"
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = doctor.compiler(torch.device(kind))
-    assert found.state == "warning"
-    assert "Python.h" in found.found
+    finding = doctor.compiler(torch.device(kind))
+    assert finding.state == "warning"
+    assert "Python.h" in finding.found
     monkeypatch.setenv(variable, "false")
     assert "no reason given" in doctor.compiler(torch.device(kind)).found
 
@@ -72,16 +72,16 @@ def test_a_gpu_takes_clang_where_there_is_no_gcc(monkeypatch):
 @pytest.mark.parametrize(("free", "state"), [(2**28, "error"), (2**30, "warning"), (2**40, "ok")])
 def test_a_full_disk_keeps_a_run_from_training_and_a_small_one_does_not(monkeypatch, free, state):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(free, 0, free))
-    found = list(doctor.disks())
-    assert set(states(found)) == {state}
-    assert any("--output_dir" in each.remedy for each in found) == (state != "ok")
+    findings = list(doctor.disks())
+    assert set(states(findings)) == {state}
+    assert any("--output_dir" in each.remedy for each in findings) == (state != "ok")
 
 
 def test_a_device_that_cannot_compute_is_an_error_with_what_to_do(monkeypatch):
     monkeypatch.setattr(doctor.gpu, "problem", lambda device: (f"{device} is old", "update"))
     for name, subject in (("cpu", "device"), ("cuda:0", "cuda:0")):
-        found = doctor.describe_device(torch.device(name))
-        assert found == doctor.Finding(subject, "error", f"{name} is old", "update")
+        finding = doctor.describe_device(torch.device(name))
+        assert finding == doctor.Finding(subject, "error", f"{name} is old", "update")
 
 
 def test_a_name_that_does_not_resolve_is_a_warning(monkeypatch):
@@ -105,9 +105,9 @@ def test_a_loopback_that_refuses_is_an_error(monkeypatch):
 def test_a_run_that_fails_is_an_error_with_its_last_line(monkeypatch):
     done = subprocess.CompletedProcess([], 1, "", "noise\nerror: the disk is full\n")
     monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: done)
-    found = doctor.training_step(torch.device("cpu"))
-    assert found.state == "error"
-    assert "error: the disk is full" in found.found
+    finding = doctor.training_step(torch.device("cpu"))
+    assert finding.state == "error"
+    assert "error: the disk is full" in finding.found
 
 
 @pytest.mark.parametrize(("load", "state"), [(0.5, "error"), (1000.0, "warning")])
@@ -120,17 +120,17 @@ def test_a_step_that_does_not_end_is_given_up_and_a_busy_machine_is_no_error(
 
     monkeypatch.setattr(doctor.subprocess, "run", wait)
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    found = doctor.training_step(torch.device("cpu"))
-    assert found.state == state
-    assert "no step in 60 s" in found.found
+    finding = doctor.training_step(torch.device("cpu"))
+    assert finding.state == state
+    assert "no step in 60 s" in finding.found
 
 
 def test_json_says_whether_a_run_can_train_and_the_exit_code_too(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     verbs.doctor(["--json", "--no_training"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["can_train"] is True  # warnings do not keep it from that
-    subjects = {each["subject"] for each in found["findings"]}
+    said = json.loads(capsys.readouterr().out)
+    assert said["can_train"] is True  # warnings do not keep it from that
+    subjects = {each["subject"] for each in said["findings"]}
     assert subjects == {"versions", "device", "attention", "compiler", "memory", "disk", "network"}
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(1, 0, 1))
     with pytest.raises(SystemExit, match="1"):
@@ -142,7 +142,7 @@ def test_json_says_whether_a_run_can_train_and_the_exit_code_too(monkeypatch, ca
 @pytest.mark.thorough
 def test_the_bundled_model_trains_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = doctor.training_step(torch.device("cpu"))
-    assert found.state == "ok", found
-    assert "2 steps" in found.found
+    finding = doctor.training_step(torch.device("cpu"))
+    assert finding.state == "ok", finding
+    assert "2 steps" in finding.found
     assert not list(tmp_path.iterdir())

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.stage
 @pytest.mark.thorough
 def test_the_card_is_described_and_a_check_of_its_graphs_runs_to_its_end(fake_device, tmp_path):
     names = ["CUDA graphs on and off: equal tokens"]
-    found = fake_device.run("forked_hour:run", directory=str(tmp_path), names=names)
-    assert found["machine"]["card"] == "NVIDIA H200"
-    assert found["machine"]["capability"] == "9.0"
-    assert found["machine"]["dtype"] == "bf16"
-    (graphs,) = found["checks"]
+    results = fake_device.run("forked_hour:run", directory=str(tmp_path), names=names)
+    assert results["machine"]["card"] == "NVIDIA H200"
+    assert results["machine"]["capability"] == "9.0"
+    assert results["machine"]["dtype"] == "bf16"
+    (graphs,) = results["checks"]
     assert not graphs["reason"], graphs
     # any token is as good as another there
     assert graphs["differences"] == [
@@ -35,7 +35,7 @@ def test_the_card_is_described_and_a_check_of_its_graphs_runs_to_its_end(fake_de
 
 @pytest.mark.thorough
 def test_the_first_hour_runs_to_its_end(fake_device, tmp_path):
-    found = fake_device.run(
+    results = fake_device.run(
         "forked_hour:run",
         directory=str(tmp_path),
         names=None,
@@ -43,14 +43,14 @@ def test_the_first_hour_runs_to_its_end(fake_device, tmp_path):
         cpu_forks=False,
         timeout=1800,
     )
-    assert len(found["checks"]) == 12
-    for each in found["checks"]:
+    assert len(results["checks"]) == 12
+    for each in results["checks"]:
         assert each.get("differences"), each
         assert each["reason"] == ""
     # values are made up, and differ from the CPU's
-    assert {each["state"] for each in found["checks"][:10]} == {"failed"}
-    assert [each["reason"] for each in found["measurements"]] == [""] * 3
-    assert all(each["peak_bytes"] > 0 for each in found["measurements"])
+    assert {each["state"] for each in results["checks"][:10]} == {"failed"}
+    assert [each["reason"] for each in results["measurements"]] == [""] * 3
+    assert all(each["peak_bytes"] > 0 for each in results["measurements"])
 
 
 @pytest.mark.thorough
@@ -58,16 +58,16 @@ def test_the_first_hour_runs_to_its_end(fake_device, tmp_path):
 def test_a_plan_expects_the_peak_and_says_that_no_smaller_card_is_enough(
     fake_device, tmp_path, shape, rank, recompute
 ):
-    found = train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute)
+    trained = train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute)
     fields = dict(PUBLISHED[published_name(shape)])
     fields |= {} if LAYERS is None else {"num_hidden_layers": LAYERS}
     write_config(tmp_path / "model", fields)
     options = {"model_name_or_path": str(tmp_path / "model"), "max_seq_len": 512}
     options |= {"lora_dim": rank, "gradient_checkpointing": recompute}
     with planning() as home:
-        card = Card("as large as the peak", found["peak"])
+        card = Card("as large as the peak", trained["peak"])
         plan = plan_stage("sft", options, home, card=card)
-    assert 0.9 < plan.plan.memory.peak / found["peak"] < 1.1
+    assert 0.9 < plan.plan.peak / trained["peak"] < 1.1
     assert not plan.fits
 
 
@@ -82,11 +82,11 @@ def test_a_block_launches_as_many_kernels_as_are_counted_by_rule(fake_device, sh
         return count_launches(adapted(replace(SHAPES[shape], num_layers=layers, lora_dim=16)))
 
     def steps(layers):
-        found = fake_device.run(
+        launched = fake_device.run(
             "fakecuda.programs:decode", shape=shape, layers=layers, length=64, new_tokens=8
         )
-        return found[0]["graph_operations"][0]
+        return launched[0]["graph_operations"][0]
 
-    found = block(lambda n: train(fake_device, shape, layers=n, rows=2, length=128)["launches"])
-    assert found == block(lambda n: rule(n).training)
+    launched = block(lambda n: train(fake_device, shape, layers=n, rows=2, length=128)["launches"])
+    assert launched == block(lambda n: rule(n).training)
     assert block(steps) == block(lambda n: rule(n).decoding)

@@ -76,8 +76,8 @@ def test_a_crash_a_hang_and_an_exception_leave_the_other_checks(hour, tmp_path, 
     speed = [Item("speed", (command("speed"),), lambda: dict(row))]
     passed = run_items(hour, MACHINE, {"checks": checks, "measurements": speed}, tmp_path)
     assert not passed
-    found = json.loads((tmp_path / "first_hour.json").read_text())
-    states = {each["name"]: (each["state"], each["reason"]) for each in found["checks"]}
+    results = json.loads((tmp_path / "first_hour.json").read_text())
+    states = {each["name"]: (each["state"], each["reason"]) for each in results["checks"]}
     illegal = "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert states == {
         "crash": ("failed", "crash-0: killed by SIGSEGV"),
@@ -90,7 +90,7 @@ def test_a_crash_a_hang_and_an_exception_leave_the_other_checks(hour, tmp_path, 
         "off": ("failed", ""),
         "good": ("passed", ""),
     }
-    assert found["measurements"][0]["peak_bytes"] == 2**30
+    assert results["measurements"][0]["peak_bytes"] == 2**30
     page = (tmp_path / "first_hour.html").read_text()
     assert "Card &lt;1&gt;" in page
     assert all(name in page for name in states)
@@ -152,9 +152,9 @@ def test_all_twelve_checks_are_named_and_fail_one_by_one(hour, tmp_path):
     checks = hour_checks.checks(hour.work, "bf16")
     assert len({each.name for each in checks}) == 12
     run_items(hour, MACHINE, {"checks": checks}, tmp_path)
-    found = json.loads((tmp_path / "first_hour.json").read_text())["checks"]
-    assert [each["state"] for each in found] == ["failed"] * 12
-    assert all("illegal memory access" in each["reason"] for each in found)
+    results = json.loads((tmp_path / "first_hour.json").read_text())["checks"]
+    assert [each["state"] for each in results] == ["failed"] * 12
+    assert all("illegal memory access" in each["reason"] for each in results)
 
 
 def test_without_bitsandbytes_what_needs_four_bits_is_not_run(hour, tmp_path, monkeypatch):
@@ -172,8 +172,8 @@ def test_without_bitsandbytes_what_needs_four_bits_is_not_run(hour, tmp_path, mo
     lacking = {kind: [each for each in items[kind] if each.lacks] for kind in items}
     lacking["checks"].append(item("good", GOOD))
     assert run_items(hour, MACHINE, lacking, tmp_path)
-    found = json.loads((tmp_path / "first_hour.json").read_text())
-    for four_bits in (found["checks"][0], found["measurements"][0]):
+    results = json.loads((tmp_path / "first_hour.json").read_text())
+    for four_bits in (results["checks"][0], results["measurements"][0]):
         assert (four_bits["state"], four_bits["reason"]) == ("not run", needs)
     assert [*hour.done] == ["good-0"], "no other command was begun"
 
@@ -237,8 +237,8 @@ def test_the_directories_of_user_and_command_are_known_with_spaces_too(monkeypat
     monkeypatch.setenv("HOME", "/shared disk/alice smith")
     (tmp_path / "my thesis").mkdir()
     monkeypatch.chdir(tmp_path / "my thesis")
-    found = first_hour.public(f"/shared disk/alice smith/x.py; '/data/alice smith'; {Path.cwd()}/y")
-    assert found == "x.py; 'DIRECTORY'; DIRECTORY"
+    shown = first_hour.public(f"/shared disk/alice smith/x.py; '/data/alice smith'; {Path.cwd()}/y")
+    assert shown == "x.py; 'DIRECTORY'; DIRECTORY"
 
 
 def test_a_machine_without_a_card_is_told_so(monkeypatch, capsys):
@@ -252,18 +252,13 @@ def test_a_machine_without_a_card_is_told_so(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_options_that_the_first_hour_does_not_have_are_refused():
-    with pytest.raises(ValueError, match="--first_hour has no --json"):
-        verbs.doctor(["--first_hour", "--json"])
-
-
 def test_commands_on_the_card_take_the_first_one_and_inherit_no_launcher(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     monkeypatch.setenv("RANK", "1")
-    found = first_hour.environment_of(command("x"))
-    assert found["DS_ACCELERATOR"] == "cuda"
-    assert found["CUDA_VISIBLE_DEVICES"] == "3"
-    assert "RANK" not in found
+    variables = first_hour.environment_of(command("x"))
+    assert variables["DS_ACCELERATOR"] == "cuda"
+    assert variables["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "RANK" not in variables
     assert first_hour.environment_of(replace(command("x"), device="cpu"))["DS_ACCELERATOR"] == "cpu"
 
 
@@ -280,31 +275,31 @@ def write_run(directory, steps, rollouts=()):
 
 
 def differences(*arguments):
-    found = hour_checks.compare(*arguments)["differences"]
-    return {each.quantity: each for each in found}
+    rows = hour_checks.compare(*arguments)["differences"]
+    return {each.quantity: each for each in rows}
 
 
 def test_the_largest_relative_difference_of_a_step_counts(tmp_path):
     steps = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 4.0, "grad_norm": 0.5}]
     theirs = write_run(tmp_path / "cpu", steps)
     other = [{"loss": 2.0002, "grad_norm": 1.0}, {"loss": 4.0002, "grad_norm": 0.45}]
-    found = differences("sft", theirs, write_run(tmp_path / "card", other), "fp32")
-    assert found["loss"].found == pytest.approx(1e-4)
-    assert found["gradient norm"].found == pytest.approx(0.1)
-    assert not found["gradient norm"].holds
+    apart = differences("sft", theirs, write_run(tmp_path / "card", other), "fp32")
+    assert apart["loss"].found == pytest.approx(1e-4)
+    assert apart["gradient norm"].found == pytest.approx(0.1)
+    assert not apart["gradient norm"].holds
     # 8 roundings of bf16's 8 bits of precision, and of fp16's 11
-    found = differences("sft", theirs, tmp_path / "card", "bf16")
-    assert found["loss"].allowed == 8 / 256
-    assert found["loss"].holds
+    apart = differences("sft", theirs, tmp_path / "card", "bf16")
+    assert apart["loss"].allowed == 8 / 256
+    assert apart["loss"].holds
     assert differences("sft", theirs, tmp_path / "card", "fp16")["loss"].allowed == 8 / 2048
 
 
 def test_a_loss_that_is_no_number_does_not_hold_nor_do_missing_steps(tmp_path):
     theirs = write_run(tmp_path / "cpu", [{"loss": 2.0, "grad_norm": 1.0}] * 2)
     ours = write_run(tmp_path / "nan", [{"loss": n, "grad_norm": 1.0} for n in (math.nan, 2.0)])
-    found = differences("sft", theirs, ours, "bf16")
-    assert not found["loss"].holds
-    assert found["gradient norm"].holds
+    apart = differences("sft", theirs, ours, "bf16")
+    assert not apart["loss"].holds
+    assert apart["gradient norm"].holds
     fewer = write_run(tmp_path / "fewer", [{"loss": 2.0, "grad_norm": 1.0}])
     with pytest.raises(ValueError, match="1 steps on the card, 2 in the reference"):
         hour_checks.compare("sft", theirs, fewer, "bf16")
@@ -321,17 +316,17 @@ def test_rlhf_compares_scores_of_equal_responses_and_values_up_to_another_token(
     theirs = [rollout("p", "a b", 2.0, [1.0, 1.0]), rollout("q", "a b c", 1.0, [1.0, 3.0, 9.0])]
     ours = [rollout("q", "a b d", 7.0, [1.5, 3.0, 2.0]), rollout("p", "a b", 2.2, [1.0, 1.1])]
     ours.append(rollout("p", "z", 0.0, [0.0], iteration=2))
-    found = differences(
+    apart = differences(
         "rlhf",
         write_run(tmp_path / "cpu", steps, theirs),
         write_run(tmp_path / "card", steps, ours),
         "bf16",
     )
-    assert found["other responses"].found == 0.5
-    assert found["scores"].found == pytest.approx(0.2 / 2)
-    assert found["values"].found == pytest.approx((0.1 + 0.5) / (1 + 1 + 1 + 3))
-    assert found["log-probabilities of decoding"].found == 0.01
-    assert "loss" not in found
+    assert apart["other responses"].found == 0.5
+    assert apart["scores"].found == pytest.approx(0.2 / 2)
+    assert apart["values"].found == pytest.approx((0.1 + 0.5) / (1 + 1 + 1 + 3))
+    assert apart["log-probabilities of decoding"].found == 0.01
+    assert "loss" not in apart
 
 
 def test_a_speed_row_is_the_median_step_after_two_beside_the_plan(tmp_path):
@@ -352,8 +347,8 @@ def test_a_speed_row_is_the_median_step_after_two_beside_the_plan(tmp_path):
     ]
     plan = items[0].commands[0]
     assert plan.objection('{"fits": true}') == ""
-    found = plan.objection('{"fits": false, "peak": 3221225472}')
-    assert found == "takes 3 GiB by dschat-lora plan, more than this card has room for"
+    objection = plan.objection('{"fits": false, "peak": 3221225472}')
+    assert objection == "takes 3 GiB by dschat-lora plan, more than this card has room for"
     row = items[0].read()
     assert (row["tokens_per_second"], row["step_seconds"]) == (40.0, 1 / 40)
     assert (row["peak_bytes"], row["planned_bytes"]) == (99.0, 77)

@@ -7,7 +7,6 @@ from families_table import UNPACKED, from_matrix
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dschat_lora.addons.planning.config import ModelsConfig
 from dschat_lora.addons.planning.families import (
     COLUMNS,
     NO_EXPERTS,
@@ -37,12 +36,12 @@ def saved(directory, kind, **others):
 
 
 def test_the_table_that_comes_along_is_of_types_and_columns_that_exist():
-    found = read_families()
-    assert len(found.types) >= 40
+    families = read_families()
+    assert len(families.types) >= 40
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
-    assert {*found.types, *found.left_out} <= known
-    assert not found.types.keys() & found.left_out.keys()
-    for kind, cells in found.types.items():
+    assert {*families.types, *families.left_out} <= known
+    assert not families.types.keys() & families.left_out.keys()
+    for kind, cells in families.types.items():
         assert cells.keys() <= COLUMNS.keys(), kind
         assert all(cell is True or (isinstance(cell, str) and cell) for cell in cells.values()), (
             kind
@@ -97,13 +96,13 @@ def test_the_page_has_a_row_for_each_type_and_every_reason(monkeypatch):
 def test_the_list_is_printed_with_reasons_and_as_json(capsys):
     models([])
     text = capsys.readouterr().out
-    found = read_families()
-    for kind in found.types:
+    families = read_families()
+    for kind in families.types:
         assert f"\n{kind} " in text
     assert "TP: one model on several processes; not for" in text
     models(["--json"])
     assert json.loads(capsys.readouterr().out) == json.loads(
-        json.dumps(vars(found), ensure_ascii=False)
+        json.dumps(vars(families), ensure_ascii=False)
     )
 
 
@@ -162,4 +161,3 @@ def test_a_model_that_a_run_would_refuse_ends_with_code_1_and_the_reason(tmp_pat
 def test_what_is_no_model_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="--model_name_or_path"):
         models([str(tmp_path)])
-    assert ModelsConfig().model_name_or_path is None

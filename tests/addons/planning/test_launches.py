@@ -55,8 +55,8 @@ def test_fused_norms_and_rotations_are_fewer_kernels():
     # Llama has 2 norms a block of which 22 kernels become 2, Qwen3 4; and 33 others go: rotations
     # and the activation with what its gradient takes
     for name, norms in (("llama-3-8b", 2), ("qwen3-4b", 4)):
-        found = [block(name, field="training", fused=fused) for fused in (True, False)]
-        assert found[1] - found[0] == 20 * norms + 33
+        kernels = [block(name, field="training", fused=fused) for fused in (True, False)]
+        assert kernels[1] - kernels[0] == 20 * norms + 33
     assert block("opt-1.3b", field="training", fused=False) == 58
 
 
@@ -90,12 +90,12 @@ def test_training_and_scoring_reached_the_share_of_the_peak_that_is_planned_with
     path = Path(__file__).resolve().parents[3] / "benchmarks/results/nvidia-h200.json"
     results = json.loads(path.read_text())
     cases = [c for c in results["throughput-1.3b"]["cases"] if c["case"] == "ours"]
-    found = [case["hardware_tflops_per_device"] for case in cases]
+    rates = [case["hardware_tflops_per_device"] for case in cases]
     works = results["ppo"]["cases"][0]["works"]
     names = ("scoring_tflops_per_device", "training_tflops_per_device")
-    found += [work["figures"][name] for work in works for name in names]
+    rates += [work["figures"][name] for work in works for name in names]
     peak = results["throughput-1.3b"]["matmul_tflops"]["table"]
-    assert [each / peak for each in found] == pytest.approx([EFFICIENCY] * len(found), abs=0.05)
+    assert [each / peak for each in rates] == pytest.approx([EFFICIENCY] * len(rates), abs=0.05)
 
 
 def test_a_micro_batch_of_few_tokens_waits_for_launches_on_a_gpu(monkeypatch):

@@ -160,10 +160,10 @@ def test_every_suggestion_can_be_followed(estimate, device_gib):
     for case in CASES:
         text = advise(estimate, device_gib and device_gib * GIB, **case)
         assert "()" not in text
-        found = suggestions(text)
-        assert all(flags not in found[:i] for i, flags in enumerate(found)), text
-        assert len(found) <= 3 or estimate is None
-        for flags in found:
+        suggested = suggestions(text)
+        assert all(flags not in suggested[:i] for i, flags in enumerate(suggested)), text
+        assert len(suggested) <= 3 or estimate is None
+        for flags in suggested:
             check_applicable(case, flags, text)
 
 
@@ -237,90 +237,119 @@ def test_the_whole_message():
     )
 
 
-def test_parts_are_rounded_to_three_digits_and_tiny_ones_left_out():
-    estimate = by_hand(weights=1234.4, per_row=0.012345 * 1e3 / 16, loss=0.01)
-    assert "by estimate 1230 GiB of weights and 12.3 GiB of activations, on" in advice(estimate, 80)
+FULL = {"trains_base": True, "lora_dim": 0, "dtype": "fp32"}
+ONE_ROW = {"micro_batch_size": 1, "gradient_checkpointing": True, "zero_stage": 3, "offload": True}
 
 
-def test_one_part_alone_is_listed_without_and():
-    assert "by estimate 30 GiB of weights, on a device of 24 GiB; " in advice(
-        by_hand(weights=30), 24
-    )
+@pytest.mark.parametrize(
+    ("estimate", "device_gib", "case", "words"),
+    [
+        # Parts are rounded to three digits, and tiny ones are left out.
+        (
+            by_hand(weights=1234.4, per_row=0.012345 * 1e3 / 16, loss=0.01),
+            *(80, {}, "by estimate 1230 GiB of weights and 12.3 GiB of activations, on"),
+        ),
+        (by_hand(weights=30), 24, {}, "by estimate 30 GiB of weights, on a device of 24 GiB; "),
+        (ROWS_LEAD, 200, {}, "where training should fit unless another program uses it"),
+        # 16-bit weights that train run at stage 1: 24 GiB are shared by four.
+        (
+            by_hand(weights=2, gradients=2, optimizer=24, per_row=1, processes=4),
+            *(24, FULL | {"dtype": "bf16", "world_size": 4}, "6 GiB of optimizer state"),
+        ),
+        (
+            by_hand(per_row=10),
+            *(12, {"gradient_checkpointing": True, "accumulation_steps": 1}),
+            "keep inputs of blocks in host memory (--offload_activations)",
+        ),
+        (by_hand(weights=3, optimizer=0.1, per_row=0.02), 3.5, {}, "--gradient_checkpointing"),
+        (by_hand(loss=50), 24, ONE_ROW, "no option is left"),
+    ],
+)
+def test_what_is_said(estimate, device_gib, case, words):
+    assert words in advice(estimate, device_gib, **case)
 
 
-def test_a_training_that_should_fit_is_said_to():
-    assert "unless another program" in advice(ROWS_LEAD, 200)
-    assert "unless another program" not in advice(ROWS_LEAD, 60)
+OFFLOADED = by_hand(weights=3, optimizer=9, per_row=1)
 
 
-def test_weights_that_take_the_most_are_no_reason_for_fewer_rows():
-    assert suggestions(advice(SHARED_WEIGHTS_LEAD, 40, world_size=4)) == [
-        {"gradient_checkpointing": ""},
-        {"zero_stage": "3"},
-        {"zero_stage": "3", "offload": ""},
-    ]
-    assert suggestions(advice(WEIGHTS_LEAD, 20)) == [{"zero_stage": "3", "offload": ""}]
+@pytest.mark.parametrize(
+    ("estimate", "device_gib", "case", "words"),
+    [
+        (ROWS_LEAD, 60, {}, "unless another program"),
+        # 16 bits win nothing where all weights train, of which 28.8 GiB fit.
+        (by_hand(weights=8, gradients=8, optimizer=16, per_row=0.01), 32, FULL, "--dtype"),
+        # State in host memory is not on the device.
+        (OFFLOADED, 12, {"zero_stage": 1, "offload": True}, "of optimizer state"),
+        (OFFLOADED, 12, {"zero_stage": 3, "offload": True}, "of weights"),
+        # It saves next to nothing.
+        (by_hand(weights=3, optimizer=0.1, per_row=0.01), 3, {}, "--gradient_checkpointing"),
+        # ZeRO 3 shares these weights already.
+        (
+            by_hand(weights=60, per_row=0.01, processes=2),
+            *(20, {"world_size": 2, "zero_stage": 3, "larger_groups": (2,)}, "--tensor"),
+        ),
+        (WEIGHTS_LEAD, 30, {"world_size": 4}, "--tensor"),
+    ],
+)
+def test_what_is_not_said(estimate, device_gib, case, words):
+    assert words not in advice(estimate, device_gib, **case)
 
 
-def test_fp32_weights_go_to_16_bits_before_they_are_shared():
-    text = advice(SHARED_WEIGHTS_LEAD, 30, world_size=4, dtype="fp32")
-    assert [list(flags) for flags in suggestions(text)] == [
-        ["dtype"],  # 15 of weights and 8 of activations
-        ["zero_stage"],  # 7.5 and 16
-        ["zero_stage", "offload"],
-    ]
+HOST = {"zero_stage": "3", "offload": ""}
+SHARED_STATE = by_hand(weights=4, gradients=4, optimizer=24, processes=4)
+STATE = by_hand(weights=8, gradients=8, optimizer=16)
+RECOMPUTED, MOVED = {"gradient_checkpointing": ""}, {"offload_activations": ""}
 
 
-def test_16_bits_win_nothing_where_all_weights_train():
-    estimate = by_hand(weights=8, gradients=8, optimizer=16, per_row=0.01)
-    case = {"trains_base": True, "lora_dim": 0, "dtype": "fp32"}
-    assert "--dtype" not in advice(estimate, 32, **case)  # 28.8 of them
-
-
-def test_full_training_shares_gradients_and_optimizer_before_weights():
-    estimate = by_hand(weights=4, gradients=4, optimizer=24, processes=4)
-    case = {"trains_base": True, "lora_dim": 0, "dtype": "fp32", "world_size": 4}
-    assert suggestions(advice(estimate, 12.3, **case))[0] == {"zero_stage": "2"}  # 4 + 1 + 6
-    assert suggestions(advice(estimate, 12.1, **case))[0] == {"zero_stage": "3"}
-
-
-def test_inputs_of_blocks_go_to_the_host_where_recomputing_is_not_enough():
-    """16 rows of 10 GiB: recomputed 16, from the host 8; 10.8 may be used."""
-    again = {"gradient_checkpointing": "", "offload_activations": ""}
-    case = {"accumulation_steps": 1}
-    assert again in suggestions(advice(by_hand(per_row=10), 12, **case))
-    text = advice(by_hand(per_row=10), 12, gradient_checkpointing=True, **case)
-    assert "keep inputs of blocks in host memory (--offload_activations)" in text
-
-
-def test_full_training_offloads_optimizer_state_or_trains_adapters():
-    estimate = by_hand(weights=8, gradients=8, optimizer=16)
-    case = {"trains_base": True, "dtype": "fp32"}
-    assert suggestions(advice(estimate, 24, lora_dim=0, **case)) == [
-        {"zero_stage": "1", "offload": ""},
-        {"lora_dim": "16"},
-    ]
-    assert suggestions(advice(estimate, 24, lora_dim=8, **case))[1] == {"only_optimize_lora": ""}
-
-
-def test_trained_weights_in_16_bits_are_estimated_at_the_stage_that_they_run_at():
-    estimate = by_hand(weights=2, gradients=2, optimizer=24, per_row=1, processes=4)
-    text = advice(estimate, 24, trains_base=True, lora_dim=0, world_size=4)
-    assert "6 GiB of optimizer state" in text
-
-
-def test_state_in_host_memory_is_not_counted_on_the_device():
-    estimate = by_hand(weights=3, optimizer=9, per_row=1)
-    text = advice(estimate, 12, zero_stage=1, offload=True)
-    assert "optimizer" not in text.partition(";")[0]
-    assert "of weights" in text
-    assert "of weights" not in advice(estimate, 12, zero_stage=3, offload=True)
-
-
-def test_one_row_is_shortened_when_nothing_milder_is_left():
-    case = {"micro_batch_size": 1, "gradient_checkpointing": True, "zero_stage": 3}
-    text = advice(by_hand(weights=3, per_row=800), 24, offload=True, **case)
-    assert suggestions(text) == [{"max_seq_len": "128"}]  # 80 GiB at 512, 20 at 128
+@pytest.mark.parametrize(
+    ("estimate", "device_gib", "case", "suggested"),
+    [
+        # Where weights take the most, fewer rows are not advised.
+        (SHARED_WEIGHTS_LEAD, 40, {"world_size": 4}, [RECOMPUTED, {"zero_stage": "3"}, HOST]),
+        (WEIGHTS_LEAD, 20, {}, [HOST]),
+        # 16 bits leave 15 of weights and 8 of activations, sharing 7.5 and 16.
+        (
+            SHARED_WEIGHTS_LEAD,
+            *(30, {"world_size": 4, "dtype": "fp32"}),
+            [{"dtype": "auto"}, {"zero_stage": "3"}, HOST],
+        ),
+        # Gradients and optimizer state are shared before weights: 4 + 1 + 6.
+        (
+            *(SHARED_STATE, 12.3, FULL | {"world_size": 4}),
+            [{"zero_stage": "2"}, {"zero_stage": "1", "offload": ""}, {"lora_dim": "16"}],
+        ),
+        (
+            *(SHARED_STATE, 12.1, FULL | {"world_size": 4}),
+            [{"zero_stage": "3"}, {"zero_stage": "1", "offload": ""}, {"lora_dim": "16"}],
+        ),
+        # 16 rows of 10 GiB: recomputed 16, from the host 8; 10.8 may be used. One row takes 10.
+        (
+            *(by_hand(per_row=10), 12, {"accumulation_steps": 1}),
+            [
+                {"per_device_train_batch_size": "1", "gradient_accumulation_steps": "16"},
+                RECOMPUTED | MOVED,
+            ],
+        ),
+        (STATE, 24, FULL, [{"zero_stage": "1", "offload": ""}, {"lora_dim": "16"}]),
+        (
+            *(STATE, 24, FULL | {"lora_dim": 8}),
+            [{"zero_stage": "1", "offload": ""}, {"only_optimize_lora": ""}],
+        ),
+        # 80 GiB at 512, 20 at 128
+        (by_hand(weights=3, per_row=800), 24, ONE_ROW, [{"max_seq_len": "128"}]),
+        # Without an estimate the cheapest comes first.
+        (
+            *(None, 80, FULL | {"micro_batch_size": 1, "world_size": 4}),
+            [
+                RECOMPUTED,
+                *({"dtype": "auto"}, {"zero_stage": "2"}, {"zero_stage": "1", "offload": ""}),
+                *({"lora_dim": "16"}, {"max_seq_len": "256"}),
+            ],
+        ),
+    ],
+)
+def test_what_is_suggested_in_this_order(estimate, device_gib, case, suggested):
+    assert suggestions(advice(estimate, device_gib, **case)) == suggested
 
 
 def test_changes_that_only_fit_together_are_the_fewest():
@@ -358,12 +387,6 @@ def test_what_cannot_fit_is_said():
     )
 
 
-def test_nothing_left_to_change_is_said():
-    case = {"micro_batch_size": 1, "gradient_checkpointing": True, "zero_stage": 3}
-    text = advice(by_hand(loss=50), 24, offload=True, **case)
-    assert "no option is left" in text
-
-
 def test_without_a_known_device_the_most_effective_comes_first():
     """Of 64 + 15 GiB: recomputing saves 57.6, half the rows 32, host memory 12."""
     text = advice(ROWS_LEAD, None)
@@ -375,27 +398,6 @@ def test_without_a_known_device_the_most_effective_comes_first():
     assert "device" not in text.partition(";")[0]
 
 
-def test_without_an_estimate_the_cheapest_comes_first():
-    case = {"micro_batch_size": 1, "trains_base": True, "lora_dim": 0, "dtype": "fp32"}
-    assert suggestions(advice(None, 80, world_size=4, **case)) == [
-        {"gradient_checkpointing": ""},
-        {"dtype": "auto"},
-        {"zero_stage": "2"},
-        {"zero_stage": "1", "offload": ""},
-        {"lora_dim": "16"},
-        {"max_seq_len": "256"},
-    ]
-    first = suggestions(advice(None, 80))[0]
-    assert first == {"per_device_train_batch_size": "8", "gradient_accumulation_steps": "4"}
-
-
-def test_a_change_that_saves_next_to_nothing_is_not_suggested():
-    estimate = by_hand(weights=3, optimizer=0.1, per_row=0.01)
-    assert "--gradient_checkpointing" not in advice(estimate, 3)
-    more = by_hand(weights=3, optimizer=0.1, per_row=0.02)
-    assert "--gradient_checkpointing" in advice(more, 3.5)
-
-
 def test_dividing_the_model_is_advised_where_that_is_enough():
     """30 GiB of weights and 16 of rows: halved, 31; in four parts, 23.5."""
     more = {"world_size": 4, "larger_groups": (2, 4), "gradient_checkpointing": True}
@@ -405,7 +407,6 @@ def test_dividing_the_model_is_advised_where_that_is_enough():
     assert "--gradient_accumulation_steps 8 --tensor_parallel_size 4" in text
     # 16 rows of 2 micro-batches on 4 processes
     assert "the same batch of 128 rows a step, so the run can be resumed" in text
-    assert "--tensor" not in advice(WEIGHTS_LEAD, 30, world_size=4)
 
 
 def test_fewer_rows_and_a_divided_model_together_keep_the_batch():
@@ -420,11 +421,6 @@ def test_fewer_rows_and_a_divided_model_together_keep_the_batch():
             "tensor_parallel_size": "2",
         }
     ]
-
-
-def test_weights_that_zero_3_shares_are_not_divided_once_more():
-    case = {"world_size": 2, "zero_stage": 3, "larger_groups": (2,)}
-    assert "--tensor" not in advice(by_hand(weights=60, per_row=0.01, processes=2), 20, **case)
 
 
 @pytest.mark.parametrize(
@@ -446,8 +442,8 @@ def test_only_sizes_that_processes_and_model_allow_are_advised(
     model = AdaptedModel(add_lora(opt(), 4, layer=project_lora), LoraConfig(lora_dim=4), [])
     config = parsed("--lora_dim", 4, *options)
     text = memory_advice.advise(None, None, model, config, engine_settings())
-    found = [flags.get("tensor_parallel_size") for flags in suggestions(text)]
-    assert next(filter(None, found), None) == advised
+    sizes = [flags.get("tensor_parallel_size") for flags in suggestions(text)]
+    assert next(filter(None, sizes), None) == advised
 
 
 def test_the_error_of_a_stage_has_what_fills_the_device_and_which_options_help(

@@ -22,8 +22,8 @@ def _in_a_directory_of_its_own(tmp_path, monkeypatch, first_rows):
 
 def stated(path):
     """GiB of each stage as the recipe's comment says."""
-    found = STATED.findall(path.read_text(encoding="utf-8"))
-    return {name: float(number) for name, number in found}
+    sizes = STATED.findall(path.read_text(encoding="utf-8"))
+    return {name: float(number) for name, number in sizes}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_recipe_states_the_memory_that_is_planned(path):
     recipe = read_recipe(str(path), overrides=[f"{stage}.dtype=fp32" for stage in stages])
     with planning() as home:
         plans = plan_file(recipe, home)
-        peaks = {each.name: each.plan.memory.peak / 2**30 for each in plans}
+        peaks = {each.name: each.plan.peak / 2**30 for each in plans}
     assert stated(path) == {name: float(f"{peak:.3g}") for name, peak in peaks.items()}
     if path.stem.endswith("_4bit"):
         assert max(peaks.values()) * 2**30 <= find_card("12GB").usable_bytes

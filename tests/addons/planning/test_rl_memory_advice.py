@@ -154,12 +154,12 @@ def test_the_error_says_what_was_done(tmp_path, error, words, frees):
     plan = replace(planned(config()), keeps_cache=True)
     (tmp_path / "step-00000004").mkdir()
     with (
-        pytest.raises(torch.OutOfMemoryError) as found,
+        pytest.raises(torch.OutOfMemoryError) as raised,
         explaining_memory(tmp_path, plan, "rl_memory", config(), plan, planned),
     ):
         raise error("CUDA out of memory. Tried to allocate 2 GiB")
-    assert words in str(found.value)
-    assert ("--release_inference_cache" in str(found.value)) is frees
+    assert words in str(raised.value)
+    assert ("--release_inference_cache" in str(raised.value)) is frees
 
 
 def test_memory_of_graphs_is_named_and_can_be_freed():

@@ -15,25 +15,25 @@ __all__ = ["home", "verb"]
 
 def test_push_says_what_it_would_upload(verb, home, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = json.loads(verb("push", "reward", "me/judge", "--json"))
+    told = json.loads(verb("push", "reward", "me/judge", "--json"))
     adapter = home / "reward" / "adapter"
-    assert found["repo"] == "me/judge"
-    assert found["files"] == {path.name: path.stat().st_size for path in adapter.iterdir()}
-    assert found["uploaded"] is False
+    assert told["repo"] == "me/judge"
+    assert told["files"] == {path.name: path.stat().st_size for path in adapter.iterdir()}
+    assert told["uploaded"] is False
 
 
 def test_export_runs_the_converter_and_says_what_to_type_without_one(verb, home, tmp_path):
-    found = json.loads(verb("export", "sft/adapter", "--json", code=1))
-    assert found["written"] is None
-    assert found["commands"][-1].startswith("python llama.cpp/convert_lora_to_gguf.py sft/adapter ")
+    told = json.loads(verb("export", "sft/adapter", "--json", code=1))
+    assert told["written"] is None
+    assert told["commands"][-1].startswith("python llama.cpp/convert_lora_to_gguf.py sft/adapter ")
     script = tmp_path / "convert_lora_to_gguf.py"
     script.write_text("import sys; open(sys.argv[3], 'w').write(' '.join(sys.argv[1:]))")
-    found = json.loads(
+    told = json.loads(
         verb("export", "sft/adapter", "--llama_cpp", tmp_path, "--outtype", "q8_0", "--json")
     )
     base = BUNDLED_MODEL.resolve()
     written = home / "sft" / "adapter.gguf"
-    assert found["written"] == str(written)
+    assert told["written"] == str(written)
     staged = written.with_name(".adapter.gguf.tmp")
     assert written.read_text() == (f"sft/adapter --outfile {staged} --outtype q8_0 --base {base}")
 

@@ -302,10 +302,10 @@ def test_scores_are_those_of_the_row_by_the_reward_model(address, service):
     from dschat_lora.data.readers import RawRow
     from dschat_lora.data.rows import parse_row
     from dschat_lora.supervised.inference import last_record
-    from dschat_lora.supervised.scorer import Scorer
+    from dschat_lora.supervised.scorer import LoadedRewardModel
 
     messages = [*asked("Is ice warm?"), {"role": "assistant", "content": "No, it is cold."}]
-    scorer = Scorer(ModelConfig(model_name_or_path=service.config.reward))
+    scorer = LoadedRewardModel(ModelConfig(model_name_or_path=service.config.reward))
     row = parse_row(RawRow("rows.jsonl:1", {"messages": messages}))
     (expected,) = scorer.scores([last_record(row, make_chat(scorer.tokenizer), "pairs")])
     status, answer = send(address, "POST", "/score", {"messages": messages})

@@ -19,7 +19,7 @@ TRAIN = {"loss": 1.5, "mfu": None, "skipped": False, "tokens": 12, "note": "x"}
 
 def library(name):
     return pytest.mark.skipif(
-        (found := importlib.util.find_spec(name)) is None or found.origin is None,
+        (spec := importlib.util.find_spec(name)) is None or spec.origin is None,
         reason=f"{name} is not installed: pip install 'dschat_lora[{name}]'",
     )
 
@@ -31,7 +31,7 @@ def lines_of(directory):
 
 def expected(directory):
     """{name: [(step, value), ...]} of the numbers in metrics.jsonl, times left out."""
-    found = {}
+    numbers = {}
     for line in lines_of(directory):
         kind, step = line.pop("kind"), line.pop("step")
         line.pop("time")
@@ -39,8 +39,8 @@ def expected(directory):
             continue
         for name, value in line.items():
             if value is not None and not isinstance(value, str):
-                found.setdefault(f"{kind}/{name}", []).append((step, float(value)))
-    return found
+                numbers.setdefault(f"{kind}/{name}", []).append((step, float(value)))
+    return numbers
 
 
 def write(directory, trackers, steps, *, earlier=None):
@@ -55,6 +55,16 @@ def write(directory, trackers, steps, *, earlier=None):
             log.write("train", step, TRAIN | {"loss": 2.0 / step})
         log.write("eval", steps[-1], {"perplexity": 4.0 + steps[-1]})
         log.write("event", steps[-1], {"event": "x", "code": 1})
+
+
+def scalars(directory):
+    """{name: [(step, value), ...]} of what TensorBoard reads in a directory."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(directory))
+    board.Reload()
+    names = board.Tags()["scalars"]
+    return {name: [(e.step, e.value) for e in board.Scalars(name)] for name in names}
 
 
 def tracker(name, directory):
@@ -173,16 +183,16 @@ def test_trackers_may_be_named_several_and_in_deepspeed_chats_way(monkeypatch):
         ("--report_to wandb wandb", "wandb"),
         *((line, "tensorboard") for line in ("--enable_tensorboard", "--tensorboard_path tb")),
     ):
-        found = asked(*argv.split())
-        assert found.report_to == tuple(names.split()), argv
-        assert found.enable_tensorboard == ("tensorboard" in names)
+        trackers = asked(*argv.split())
+        assert trackers.report_to == tuple(names.split()), argv
+        assert trackers.enable_tensorboard == ("tensorboard" in names)
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
-@pytest.mark.parametrize("found", [None, importlib.machinery.ModuleSpec("wandb", None)])
-def test_absent_library_is_one_line_that_names_the_extra(name, found, monkeypatch):
+@pytest.mark.parametrize("spec", [None, importlib.machinery.ModuleSpec("wandb", None)])
+def test_absent_library_is_one_line_that_names_the_extra(name, spec, monkeypatch):
     """A directory ``wandb`` in the working directory is no library."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(
         ValueError,
         match=rf"--report_to {name} needs a package: pip install 'dschat_lora\[{name}\]'",
@@ -197,22 +207,12 @@ def test_absent_library_is_one_line_that_names_the_extra(name, found, monkeypatc
 
 @library("tensorboard")
 def test_tensorboard_reads_back_what_metrics_jsonl_holds(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     write(tmp_path, tracker("tensorboard", tmp_path), [1, 2])
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    found = {
-        name: [(event.step, event.value) for event in board.Scalars(name)]
-        for name in board.Tags()["scalars"]
-    }
-    assert found == expected(tmp_path)
+    assert scalars(tmp_path / "tensorboard") == expected(tmp_path)
 
 
 @library("tensorboard")
 def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     board_directory = tmp_path / "tb"
     with RunLog(tmp_path, active=True, sinks=[TensorBoard(board_directory)]) as log:
         for step in (1, 2, 3):
@@ -221,17 +221,11 @@ def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
     with RunLog(tmp_path, active=True, sinks=[TensorBoard(board_directory)], earlier=True) as log:
         log.rewind(num_lines=2, seconds=0.0, step=2)
         log.write("train", 3, {"loss": 2.0})
-    board = EventAccumulator(str(board_directory))
-    board.Reload()
-    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
-        (1, 1.0), (2, 1.0), (3, 2.0)
-    ]  # fmt: skip
+    assert scalars(board_directory)["train/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 @library("tensorboard")
 def test_tensorboard_of_a_run_that_goes_on_elsewhere_shows_all_its_steps(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     for name in ("source", "fork"):
         (tmp_path / name).mkdir()
     with RunLog(tmp_path / "source", active=True) as log:
@@ -241,11 +235,7 @@ def test_tensorboard_of_a_run_that_goes_on_elsewhere_shows_all_its_steps(tmp_pat
         source = tmp_path / "source" / "metrics.jsonl"
         log.rewind(num_lines=2, seconds=0.0, step=2, source=source)
         log.write("train", 3, {"loss": 7.0})
-    board = EventAccumulator(str(tmp_path / "tb"))
-    board.Reload()
-    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [
-        (1, 1.0), (2, 2.0), (3, 7.0)
-    ]  # fmt: skip
+    assert scalars(tmp_path / "tb")["train/loss"] == [(1, 1.0), (2, 2.0), (3, 7.0)]
 
 
 def wandb_records(data):
@@ -276,7 +266,7 @@ def test_wandb_reads_back_what_metrics_jsonl_holds(tmp_path, monkeypatch):
     write(tmp_path, tracker("wandb", tmp_path), [3], earlier=(lines := 4, 2))
     assert len(lines_of(tmp_path)) == lines + 3
     wandb.teardown()  # its process has then written all
-    found, identities = {}, set()
+    tracked, identities = {}, set()
     for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         for record in wandb_records(path.read_bytes()):
             if record.HasField("run"):
@@ -287,8 +277,8 @@ def test_wandb_reads_back_what_metrics_jsonl_holds(tmp_path, monkeypatch):
             }
             for name, value in row.items():
                 if name.startswith(("train/", "eval/")):
-                    found.setdefault(name, []).append((row["step"], float(value)))
-    assert found == expected(tmp_path)
+                    tracked.setdefault(name, []).append((row["step"], float(value)))
+    assert tracked == expected(tmp_path)
     assert len(identities) == 1
 
 
@@ -308,12 +298,12 @@ def test_trackio_reads_back_what_metrics_jsonl_holds(tmp_path, monkeypatch):
     write(run, tracker("trackio", run), [3], earlier=(4, 2))
     (path,) = home.glob("*.db")
     rows = sqlite3.connect(path).execute("select run_name, step, metrics from metrics order by id")
-    found, names = {}, set()
+    tracked, names = {}, set()
     for name, step, metrics in rows:
         names.add(name)
         for key, value in json.loads(metrics).items():
-            found.setdefault(key, []).append((step, float(value)))
-    assert found == expected(run)
+            tracked.setdefault(key, []).append((step, float(value)))
+    assert tracked == expected(run)
     assert len(names) == 1
 
 
@@ -325,8 +315,6 @@ def test_numbers_that_are_not_finite_reach_trackers_as_numbers(tmp_path, start):
 
 @library("tensorboard")
 def test_a_run_that_is_stopped_and_goes_on_has_each_step_once(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     def stop(event, step, metrics):
         return "stop" if (event, step) == ("train", 2) else None
 
@@ -336,9 +324,7 @@ def test_a_run_that_is_stopped_and_goes_on_has_each_step_once(tmp_path):
             sample_generations=0, quiet=True, **more,
         )  # fmt: skip
         assert run.record["config"]["report_to"] == ["tensorboard"]
-    board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
-    board.Reload()
-    shown = [(event.step, event.value) for event in board.Scalars("train/loss")]
+    shown = scalars(tmp_path / "out" / "tensorboard")["train/loss"]
     assert [step for step, _ in shown] == [1, 2, 3]
     written = [line["loss"] for line in run.metrics if line["kind"] == "train"]
     assert [value for _, value in shown] == pytest.approx(written, rel=1e-6)

@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dschat_lora.addons.serving.config import LOCAL_HOSTS
 from dschat_lora.config.files import json_object
-from dschat_lora.config.values import LOCAL_HOSTS
 from dschat_lora.report.terminal import note
 
 MAX_BODY_BYTES = 2**20
