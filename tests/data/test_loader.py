@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.loader import (
+from dschat_lora.data.loader import StepLoader, eval_batches
+from dschat_lora.data.packing import (
     PackedRows,
     SampleCounts,
-    StepLoader,
     TokenBudget,
-    eval_batches,
     fill,
     first_fit,
     keep_rows,
@@ -303,7 +302,7 @@ def fitted(lengths, capacity):
 @drawing(60)
 @given(lengths=st.lists(st.integers(1, 64), max_size=80), seed=st.integers(0, 99))
 def test_samples_go_into_the_first_row_with_room_in_an_order_of_the_seed(lengths, seed):
-    with mock.patch("dschat_lora.data.loader.ITEMS_AT_A_TIME", 10):
+    with mock.patch("dschat_lora.data.packing.ITEMS_AT_A_TIME", 10):
         assert fitted(lengths, 64) == slow_first_fit(lengths, 64)
         rows = make_rows(np.array(lengths, np.int64), max_seq_len=64, packing=True, seed=seed)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))

@@ -10,7 +10,8 @@ from hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.data import DataConfig, mixture_shares, split_weight
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.collect import mixture_weights
-from dschat_lora.data.loader import SampleSources, StepLoader, make_rows
+from dschat_lora.data.loader import SampleSources, StepLoader
+from dschat_lora.data.packing import make_rows
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.rows import config_sources
 
