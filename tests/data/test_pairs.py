@@ -51,13 +51,6 @@ def test_pairs_of_a_file_are_counted_by_what_became_of_them(prepared):
     assert any("2 pairs of equal answers left out" in line for line in audit.lines())
 
 
-def test_overlong_pairs_are_dropped_and_not_taken_for_identical(prepared):
-    audit = prepared(
-        [preference("ab", "c" * 20, "d"), preference("ab", "c", "d")], max_seq_len=9
-    ).audit
-    assert (audit.dropped_rows, audit.identical_rows, audit.train_samples) == (1, 0, 1)
-
-
 def test_a_run_without_a_pair_left_stops_with_the_reason(prepared):
     with pytest.raises(ValueError, match=r"of 2 training rows 2 have equal answers"):
         prepared([preference("a", "b", "b"), preference("c", "d", "d")]).audit.check()
