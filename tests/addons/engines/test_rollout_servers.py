@@ -12,7 +12,7 @@ import pytest
 
 from dschat_lora.addons.engines import completion_pool, completions
 from dschat_lora.addons.engines.completion_pool import CompletionPool, _Work
-from dschat_lora.addons.engines.completions import CompletionServer, ServerAnswer, ServerError
+from dschat_lora.addons.engines.completions import CompletionServer, ServerError
 from dschat_lora.rl.options.engines import EngineError
 
 END, LIMIT = 2, 4
@@ -354,31 +354,6 @@ def test_the_reason_of_a_refusal_is_that_of_the_first(monkeypatch):
     monkeypatch.setattr(_Work, "end", lambda work: first.set())
     with servers(Fake(refuse)) as (pool, _), pytest.raises(EngineError, match="400: .*too long"):
         pool.begin(BODIES)()
-
-
-def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
-    def slow_for_one(handler, body, number):
-        if body["prompt"][0] in (2, 3):  # of one group
-            time.sleep(1.5)
-        return False
-
-    with servers(fake := Fake(slow_for_one)) as (pool, said):
-        start = time.monotonic()
-        wait = pool.begin(BODIES, group_size=2, needed=9)
-        answers = wait()
-        assert time.monotonic() - start < 1.2
-        assert [n for n, answer in enumerate(answers) if answer is None] == [2, 3]
-        assert said == []
-        assert fake.asked <= len(BODIES)
-        check(pool.begin(BODIES)())
-
-
-def test_answers_beyond_those_that_are_needed_are_given_up_too():
-    work = _Work([None] * 6, group_size=2, needed=2)
-    for number in (4, 5, 0, 2, 3, 1):  # the last group came while the second one ended
-        with work.changed:
-            work.give(number, ServerAnswer([number], [-1.0], True))
-    assert [n for n, answer in enumerate(work.whole()) if answer is not None] == [2, 3, 4, 5]
 
 
 def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
