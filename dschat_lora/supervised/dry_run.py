@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.loader import Collator, SampleCounts, StepLoader, Tail
+from dschat_lora.data.loader import Collator, StepLoader, Tail
+from dschat_lora.data.packing import SampleCounts
 from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import step_flops
