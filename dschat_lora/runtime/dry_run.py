@@ -7,7 +7,7 @@ import torch
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.data.prepare import ShownSample, preview
+from dschat_lora.data.prepare import preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.distributed import rank
 from dschat_lora.models.loading import Tokenizer
@@ -31,7 +31,13 @@ def say_sample(
     if rank() != 0:
         return
     samples = preview(data, tokenizer, eos_id=int(tokenizer.eos_token_id), kind=kind)
-    texts = [(sample, _texts(sample, tokenizer)) for sample in islice(samples, _LOOKED_AT)]
+    texts = []
+    for sample in islice(samples, _LOOKED_AT):
+        shown = {
+            name: sample_text([tokenizer.decode([each]) for each in ids], supervised, colour=False)
+            for name, (ids, supervised) in sample.sequences.items()
+        }
+        texts.append((sample, shown))
     texts.sort(key=lambda pair: max(map(len, pair[1].values())) > _MOST_CHARACTERS)
     for sample, shown in texts[:1]:
         row = sample.row.rpartition("/")[2]
@@ -42,13 +48,6 @@ def say_sample(
             if len(text) > _MOST_CHARACTERS:
                 text = f"{text[: _MOST_CHARACTERS // 2]} ... {text[-_MOST_CHARACTERS // 2 :]}"
             run.log.say(f"  {title:<12} {text}")
-
-
-def _texts(sample: ShownSample, tokenizer: Tokenizer) -> dict[str, str]:
-    return {
-        name: sample_text([tokenizer.decode([each]) for each in ids], supervised, colour=False)
-        for name, (ids, supervised) in sample.sequences.items()
-    }
 
 
 def say_time(
