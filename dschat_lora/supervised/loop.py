@@ -27,7 +27,7 @@ from dschat_lora.perf.throughput import Flops, Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.loop import Progress, TrainingLoop, broken_unless_finite, rate_metrics
-from dschat_lora.supervised.objectives import BatchLoss, CountedBatch, Means, Objective
+from dschat_lora.supervised.objectives import CountedBatch, Means, Objective
 
 ValueT = TypeVar("ValueT", float, Tensor)
 
@@ -133,7 +133,11 @@ def queue_steps(
             for index, batch in enumerate(window):
                 last = index == len(window) - 1
                 result = loss_of(engine, batch.to(engine.device))
-                totals = totals + _sums(result)
+                # Those of the loss, of each column, and of each source's targets.
+                parts = [*result.sums, *(column.sum() for column in result.columns.values())]
+                own = torch.stack([part.detach().double() for part in parts])
+                more = () if result.by_source is None else (result.by_source,)
+                totals = totals + torch.cat([own, *more])
                 loss = _mean_loss(result.sums, counts, objective)
                 if last:
                     shared = sum_with_requests(totals, requests())
@@ -225,13 +229,6 @@ def _nll_mean(sums: Sequence[float], counts: StepCounts) -> Means:
     if len(sums) == 1:
         return {}
     return {"nll_loss": sums[1] / max(1, counts.num_chosen_targets)}
-
-
-def _sums(result: BatchLoss) -> Tensor:
-    """Float64 sums: those of the loss, of each column, and of each source's targets."""
-    columns = [column.sum() for column in result.columns.values()]
-    own = torch.stack([part.detach().double() for part in [*result.sums, *columns]])
-    return own if result.by_source is None else torch.cat([own, result.by_source])
 
 
 @dataclass(frozen=True)
