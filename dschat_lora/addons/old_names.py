@@ -14,7 +14,8 @@ _PACKAGES = {
 _LIBRARIES = " ".join(
     f"addons.environments.{name}" for name in ("gymnasium", "mcp", "openenv", "reasoning_gym")
 )
-_SERVERS = "addons.engines.completions addons.engines.checks addons.engines.server_engine"
+_COMPLETIONS = "addons.engines.completions addons.engines.completion_pool"
+_SERVERS = f"{_COMPLETIONS} addons.engines.checks addons.engines.server_engine"
 OLD_NAMES = {
     "algos.kto": "addons.kto.loss",
     "algos.distillation": "addons.distill.divergence",
@@ -96,7 +97,7 @@ OLD_NAMES = {
     "rl.watch.diagnostics": "addons.diagnostics.diagnostics rl.watch.metrics",
     "rl.agents": "addons.agents.agents addons.agents.conversations",
     "rl.conversations": "addons.agents.conversations",
-    "rl.draw.completions": "addons.engines.completions",
+    "rl.draw.completions": _COMPLETIONS,
     "rl.environment": "addons.environments.environment addons.environments.turn_tokens "
     "addons.environments.players",
     "rl.environment_adapters": _LIBRARIES,

@@ -169,7 +169,7 @@ class CachedRows:
         self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor], lengths: Tensor
     ) -> Tensor:
         """(B, V) logits after prompts, those of one length together: padding has no state."""
-        found: list[Tensor] = []
+        by_length: list[Tensor] = []
         copies = torch.arange(self._cache.copies)
         for length in sorted({*lengths.tolist()}):
             own = (lengths == length).nonzero()
@@ -179,9 +179,9 @@ class CachedRows:
             self._cache.read(rows, first)
             of_own = {kind: mask[own, :, first:, first:] for kind, mask in masks.items()}
             inputs = ids[own, first:], positions[own, first:], of_own
-            found.append(next_logits(self._model, *inputs, self._cache)[:, -1])
+            by_length.append(next_logits(self._model, *inputs, self._cache)[:, -1])
         order = lengths.argsort(stable=True).argsort()
-        return torch.cat(found)[to_device(order, ids.device)]
+        return torch.cat(by_length)[to_device(order, ids.device)]
 
     def _take(
         self, source: "CachedRows", prefixes: Sequence[tuple[int, int]], lengths: Tensor

@@ -7,7 +7,7 @@ computed by the layer as it is.
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,13 @@ from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.kernels.swiglu import swiglu
 from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.fused import keeps_plain
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaAttention as Attention
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer as Layer
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm as Norm
+
+    from dschat_lora.generation.slot_cache import SlotCache
 
 # By type of model what makes forwards of its layers, if anything does, by what was tried.
 _MAKERS: WeakKeyDictionary[type, dict[object, Callable[..., Any] | None]] = WeakKeyDictionary()
@@ -54,12 +61,12 @@ def decoding_forwards(model: nn.Module, stacks: Stacks) -> dict[nn.Module, Calla
     if parameter is None or not runs_kernels(parameter.device) or keeps_plain(model):
         return {}
     makers = _MAKERS.setdefault(type(model), {})
-    found: dict[nn.Module, Callable[..., Any]] = {}
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
     for layer in model.modules():
         kind = _kind(layer)
         if kind is None or "forward" in vars(layer):
             continue
-        attention: Any = layer.self_attn
+        attention: Attention = layer.self_attn
         simple = {k: v for k, v in vars(attention).items() if isinstance(v, bool | int | str)}
         simple.pop("layer_idx", None)
         key = (type(layer), attention.config.to_json_string(), *sorted(simple.items()))
@@ -67,14 +74,14 @@ def decoding_forwards(model: nn.Module, stacks: Stacks) -> dict[nn.Module, Calla
             tried = (partial(kind, windows=windows) for windows in (False, True))
             makers[key] = next((make for make in tried if _agrees(layer, make)), None)
         if (make := makers[key]) is not None:
-            found[layer] = make(layer, stacks)
-    return found
+            forwards[layer] = make(layer, stacks)
+    return forwards
 
 
 def _kind(layer: nn.Module) -> "type[DecodeLayer] | None":
     """What computes layers with such parts, if anything does."""
     names = {*layer._modules}
-    attention: Any = layer._modules.get("self_attn")
+    attention: Attention | None = layer._modules.get("self_attn")
     if attention is None or any(getattr(m, "split", None) is not None for m in layer.modules()):
         return None  # a part of it is on another rank
     output = "o_proj" if names == _LLAMA else "out_proj"
@@ -95,8 +102,8 @@ class DecodeLayer:
     """
 
     def __init__(self, layer: nn.Module, stacks: Stacks, *, windows: bool) -> None:
-        self.layer: Any = layer
-        self.attention: Any = layer.get_submodule("self_attn")
+        self.layer: Layer = layer
+        self.attention: Attention = layer.get_submodule("self_attn")
         self._stacks, self._plain = stacks, type(layer).forward
         self._cache = str(cache_argument(layer))
         window = getattr(self.attention.config, "sliding_window", None)
@@ -105,7 +112,7 @@ class DecodeLayer:
         # Those whose own calls are left out.
         self._inner = [m for m in layer.modules() if m is not layer]
 
-    def __call__(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
+    def __call__(self, hidden: Tensor, *args: object, **options: Any) -> object:
         """(B, T, H) hidden states after the layer."""
         columns = getattr(options.get(self._cache), "step_columns", lambda: None)()
         steps = columns is not None and hidden.shape[1] == 1 and not args
@@ -114,7 +121,7 @@ class DecodeLayer:
         plain = self.layer.training or torch.is_grad_enabled() or hooks or attend is None
         if plain or not steps or not self.takes(hidden, options):
             return self._plain(self.layer, hidden, *args, **options)
-        cache = options.pop(self._cache)
+        cache: KVCache | SlotCache = options.pop(self._cache)
         return self.step(hidden[:, 0], partial(self.attend, attend, cache), options)[:, None]
 
     def takes(self, hidden: Tensor, options: Mapping[str, Any]) -> bool:
@@ -128,7 +135,7 @@ class DecodeLayer:
     def attend(
         self,
         function: Callable[..., Any],
-        cache: Any,
+        cache: "KVCache | SlotCache",
         x: Tensor,
         angles: tuple[Tensor | None, Tensor | None],
         options: dict[str, Any],
@@ -225,18 +232,18 @@ class OPTLayer(DecodeLayer):
         return self.add(x, layer.fc2, inner)
 
 
-def _rms_norm(norm: Any, x: Tensor) -> Tensor:
+def _rms_norm(norm: "Norm", x: Tensor) -> Tensor:
     return rms_norm_rows(x, norm.weight, _eps(norm))
 
 
-def _eps(norm: Any) -> float:
+def _eps(norm: "Norm | None") -> float:
     return 0.0 if norm is None else float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
 @torch.no_grad()
 def _agrees(layer: nn.Module, make: Callable[..., Any]) -> bool:
     """Whether two steps of a small layer of the class are the same by what ``make`` makes."""
-    attention: Any = layer.self_attn
+    attention: Attention = layer.self_attn
     generator = torch.Generator().manual_seed(0)
     try:
         config = copy.deepcopy(attention.config)
@@ -245,28 +252,28 @@ def _agrees(layer: nn.Module, make: Callable[..., Any]) -> bool:
                 setattr(config, name, value)
         config._attn_implementation = _PROBE
         with torch.random.fork_rng(devices=[]):
-            small: Any = type(layer)(config, attention.layer_idx).eval()
+            small: Layer = type(layer)(config, attention.layer_idx).eval()
         for parameter in small.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
-        expected, found = _two_steps(small, small), _two_steps(small, make(small, {}))
+        expected, made = _two_steps(small, small), _two_steps(small, make(small, {}))
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         return False  # made or called in another way
-    pairs = zip(expected[0], found[0], strict=True)
+    pairs = zip(expected[0], made[0], strict=True)
     near = all(bool((y - x).norm() <= _AGREES * x.norm()) for x, y in pairs)
-    return near and expected[1] == found[1]
+    return near and expected[1] == made[1]
 
 
-def _two_steps(layer: Any, forward: Callable[..., Any]) -> tuple[list[Tensor], list[object]]:
+def _two_steps(layer: "Layer", forward: Callable[..., Any]) -> tuple[list[Tensor], list[object]]:
     """Hidden states after two steps of three rows, and what attention was told but its scale."""
     generator, told = torch.Generator().manual_seed(1), list[object]()
     hidden = torch.randn(2, 3, 1, layer.self_attn.config.hidden_size, generator=generator)
     angles = torch.randn(2, 3, 1, layer.self_attn.head_dim, generator=generator)
-    column, found = torch.zeros(1, dtype=torch.int64), []
+    column, outputs = torch.zeros(1, dtype=torch.int64), []
     cache = KVCache((3, 2), column)
 
     def attend(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
-    ) -> Any:
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
         told.append({k: isinstance(v, Tensor) or v for k, v in options.items() if k != "scaling"})
         return attend_by_products(module, q, k, v, mask, scaling=options["scaling"])
 
@@ -279,6 +286,6 @@ def _two_steps(layer: Any, forward: Callable[..., Any]) -> tuple[list[Tensor], l
         if {*layer._modules} == _LLAMA:
             options["position_embeddings"] = tuple(angles)
         output = forward(hidden[step], **options)
-        found.append(output[0] if isinstance(output, tuple) else output)
+        outputs.append(output[0] if isinstance(output, tuple) else output)
         column += 1
-    return found, told
+    return outputs, told

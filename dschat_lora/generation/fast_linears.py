@@ -223,13 +223,15 @@ class FastLinears:
 
     def _bias(self, layers: Sequence[LoraLinear], sizes: list[int], length: int) -> Tensor | None:
         """(length,) biases of the layers one after another, then 0; None where there are none."""
-        found = [layer for layer in layers if _inner_bias(layer, active_bias(layer)) is not None]
-        if not found:
+        with_bias = [
+            layer for layer in layers if _inner_bias(layer, active_bias(layer)) is not None
+        ]
+        if not with_bias:
             return None
         weight = layers[0].weight
         stack = weight.new_zeros(length, dtype=value_dtype(weight))
         for layer, part in zip(layers, torch.split(stack[: sum(sizes)], sizes), strict=True):
-            if layer in found:
+            if layer in with_bias:
                 self._refresh(part, partial(active_bias, layer))
         return stack
 

@@ -53,9 +53,9 @@ def decode(
     responses = decoder(prompts, sampling, seeds=seeds, keep_going=keep_going)
     if any(responses.undrawn()):
         raise ValueError(undrawn_reason(()))
-    found = responses.tokens()
-    copies = max(1, len(found) // max(1, len(prompts)))
-    return [found[i : i + copies] for i in range(0, len(found), copies)]
+    texts = responses.tokens()
+    copies = max(1, len(texts) // max(1, len(prompts)))
+    return [texts[i : i + copies] for i in range(0, len(texts), copies)]
 
 
 class Decoder:
@@ -100,9 +100,10 @@ class Decoder:
         self._merged, self._rounding = merged, rounding
         self._unpacked, self._group = unpacked, group_of(model)
         self._record, self._retains = record, retains
-        by_default = GPU_REFILL if device.type == "cuda" else CPU_REFILL
+        on_gpu = device.type == "cuda"
+        self._poll, by_default = (GPU_POLL, GPU_REFILL) if on_gpu else (CPU_POLL, CPU_REFILL)
         self._refill_share = by_default if refill_share is None else refill_share
-        self._keeps = device.type == "cuda" or record is not None
+        self._keeps = on_gpu or record is not None
         self._weights: object = None
         self.release()
 
@@ -169,24 +170,9 @@ class Decoder:
         if refilled:
             self._rows = None  # one cache at a time
         before = self._rows if self._retains else None
-        known = self._weights
-        if self._keeps:
-            self._weights = _weights_of(self._model)
-        fits = self._rows is None or self._rows.holds(len(flat), columns)
-        key = (sampling, keep_logprobs, limits is not None)
-        fits = fits and (key not in self._responses or self._responses[key].capacity >= len(flat))
-        if not (self._keeps and fits and known == self._weights):
-            self.release()
-        if key not in self._responses:
-            self._responses[key] = Responses(
-                max(len(flat), self._largest[0] if self._keeps else 0),
-                sampling,
-                eos_ids=self._eos_ids,
-                device=self._device,
-                keep_logprobs=keep_logprobs,
-                ragged=limits is not None,
-            )
-        responses = self._responses[key]
+        responses = self._table_for(
+            len(flat), columns, sampling, keep_logprobs=keep_logprobs, ragged=limits is not None
+        )
         responses.start(flat, [n for n in bounds for _ in range(copies)] or None)
         if not prompts and keep_going is None:
             return responses
@@ -201,6 +187,29 @@ class Decoder:
                 rows.start(prompts, responses, copies=copies, source=before, prefixes=prefixes)
             self._run(rows, responses, keep_going, copies, enough)
         return responses
+
+    def _table_for(
+        self, rows: int, columns: int, sampling: Sampling, *, keep_logprobs: bool, ragged: bool
+    ) -> Responses:
+        """Responses of such a call; what is kept is released where it has become useless."""
+        known = self._weights
+        if self._keeps:
+            self._weights = _weights_of(self._model)
+        key = (sampling, keep_logprobs, ragged)
+        fits = self._rows is None or self._rows.holds(rows, columns)
+        fits = fits and (key not in self._responses or self._responses[key].capacity >= rows)
+        if not (self._keeps and fits and known == self._weights):
+            self.release()
+        if key not in self._responses:
+            self._responses[key] = Responses(
+                max(rows, self._largest[0] if self._keeps else 0),
+                sampling,
+                eos_ids=self._eos_ids,
+                device=self._device,
+                keep_logprobs=keep_logprobs,
+                ragged=ragged,
+            )
+        return self._responses[key]
 
     def _draw_in_slots(
         self, prompts: Sequence[Sequence[int]], responses: Responses, copies: int, needed: int
@@ -225,7 +234,7 @@ class Decoder:
                 most_rows=most_rows,
                 copies=copies,
                 needed=needed,
-                poll=GPU_POLL if self._device.type == "cuda" else CPU_POLL,
+                poll=self._poll,
                 refill=max(1, int(self._refill_share * most_rows)),
             )
         if not self._keeps:
@@ -300,7 +309,7 @@ class Decoder:
                 rows.step()
             if rows is not None and chosen == max(responses.limits):
                 rows = None
-            elif rows is not None and (self._device.type != "cuda" or chosen % GPU_POLL == 0):
+            elif rows is not None and chosen % self._poll == 0:
                 finished = responses.finished(chosen)
                 alive = [not finished[sequence] for sequence in rows.sequences]
                 groups = (finished[n : n + copies] for n in range(0, len(finished), copies))
@@ -402,7 +411,7 @@ def _cache_error(model: PreTrainedModel) -> tuple[float, str]:
         raise
     except failures as e:
         return float("inf"), f"{type(e).__name__}: {e}"
-    found, expected = torch.stack(forced.logits, 1), []
+    cached, expected = torch.stack(forced.logits, 1), []
     for number, answer in enumerate(answers):
         prompt = prompts[number // _COPIES]
         ids = torch.tensor([prompt + answer[:-1]], device=model.device)
@@ -411,7 +420,7 @@ def _cache_error(model: PreTrainedModel) -> tuple[float, str]:
     whole = torch.stack(expected)
     if not torch.isfinite(whole).all():
         return 0.0, ""  # which is no fault of the cache, and told by who draws
-    error = (found - whole).norm() / whole.norm().clamp(min=1e-12)
+    error = (cached - whole).norm() / whole.norm().clamp(min=1e-12)
     relative = float(error.nan_to_num(torch.inf))
     name = type(model).__name__
     return relative, f"with them, {name} computes other logits (relative error {relative:.1g})"

@@ -92,6 +92,7 @@ class RecurrentStates:
     """
 
     copies = 0  # of each row whose prompts are read; 0 afterwards, and where each is read
+    columns = 0  # in use
 
     def __init__(self) -> None:
         # Of each layer, kind (convolution or recurrence) and number, at fixed addresses.
@@ -128,6 +129,14 @@ class RecurrentStates:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether steps are taken back."""
         return False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in use; some models call it, but with given positions none depends on it."""
+        return self.columns
+
+    def _move_states(self, sources: Tensor, targets: Tensor) -> None:
+        for state in self._states.values():
+            state.index_copy_(0, targets, state.index_select(0, sources))
 
     def _of_step(self, key: tuple[int, str, int]) -> Tensor | None:
         _, prompts, count = self._state_rows()
@@ -294,16 +303,11 @@ class KVCache(RecurrentStates):
             for store in layer:
                 used = store[:, :, : self.columns]
                 used.index_copy_(0, targets, used.index_select(0, sources))
-        for state in self._states.values():
-            state.index_copy_(0, targets, state.index_select(0, sources))
+        self._move_states(sources, targets)
 
     def swap(self, first: Tensor, second: Tensor) -> None:
         """Exchange the used columns of rows ``first`` and of rows ``second``."""
         self.move(torch.cat([first, second]), torch.cat([second, first]))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in use; some models call it, but with given positions none depends on it."""
-        return self.columns
 
 
 def _as_pair(first: Tensor, second: Tensor) -> Tensor | None:

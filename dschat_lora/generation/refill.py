@@ -35,11 +35,11 @@ def draw_in_slots(
     drawn, read = ([0] * len(prompts) for _ in range(2))  # tokens of each, and those looked at
     left = [copies] * (len(prompts) // copies)  # of each group
 
-    def look(found: Sequence[Sequence[int]], first: Sequence[int]) -> None:
+    def look(texts: Sequence[Sequence[int]], first: Sequence[int]) -> None:
         """Read what rows have drawn, from those numbers of tokens on; let ended ones leave."""
         for row in reversed(range(len(running))):
             sequence = running[row]
-            own = found[row][read[sequence] - first[row] :]
+            own = texts[row][read[sequence] - first[row] :]
             own = own[: responses.length(own)]
             drawn[sequence] = read[sequence] = read[sequence] + len(own)
             if drawn[sequence] == limits[sequence] or (own and own[-1] in responses.end_ids):
@@ -61,8 +61,8 @@ def draw_in_slots(
             count -= 1
         numbers = [drawn[sequence] for sequence in running]
         rooms = [limits[sequence] - drawn[sequence] for sequence in running]
-        found = rows.draw(responses, running, numbers, min(count, *rooms))
-        look(found, [number - 1 for number in numbers])
+        texts = rows.draw(responses, running, numbers, min(count, *rooms))
+        look(texts, [number - 1 for number in numbers])
     for row in reversed(range(len(running))):
         rows.leave(row)
     responses.cut = [n in {*waiting, *running} for n in range(len(prompts))]

@@ -240,8 +240,8 @@ class Responses:
             torch.arange(count)
         )
         own, at = to_device(places, self._tokens.device)
-        found: list[list[int]] = self._tokens[own, at].tolist()
-        return found
+        rows: list[list[int]] = self._tokens[own, at].tolist()
+        return rows
 
     def tokens_at(self, sequences: Tensor, number: Tensor) -> Tensor:
         """(B,) tokens of (B,) sequences that have more than so many, as a model reads them."""
@@ -280,7 +280,7 @@ class Responses:
         return [row[: len(own)] for row, own in zip(rows, self._until_ends(), strict=True)]
 
     def _until_ends(self) -> list[list[int]]:
-        found = []
+        rows = []
         for row, limit in zip(self._tokens[: self.size].tolist(), self.limits, strict=True):
-            found.append(row[: self.length(row[:limit])])
-        return found
+            rows.append(row[: self.length(row[:limit])])
+        return rows

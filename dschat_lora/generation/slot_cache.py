@@ -18,15 +18,16 @@ class SlotCache(RecurrentStates):
 
     Attributes:
         rows: that each layer holds.
+        columns: that tokens attend to.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = self._columns = 0  # that each layer holds
+        self.rows = self._room = 0  # that each layer holds, and columns
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._rows_in_use: slice | Tensor = slice(0)
         self._places: tuple[Tensor, Tensor] | None = None  # row and column of each new token
-        self._width, self._clears = 0, False
+        self.columns, self._clears = 0, False
 
     @property
     def token_bytes(self) -> int:
@@ -35,24 +36,24 @@ class SlotCache(RecurrentStates):
 
     def reserve(self, rows: int, columns: int) -> bool:
         """Make room for so many rows and columns; whether stores were moved for it."""
-        before = self.rows, self._columns
+        before = self.rows, self._room
         if rows > self.rows:
             self.rows = max(rows, 2 * self.rows)
-        if columns > self._columns:
-            grown = max(columns, self._columns * 3 // 2)
-            self._columns = -(-grown // COLUMN_BUCKET) * COLUMN_BUCKET
+        if columns > self._room:
+            grown = max(columns, self._room * 3 // 2)
+            self._room = -(-grown // COLUMN_BUCKET) * COLUMN_BUCKET
         for index, (keys, values) in self._layers.items():
-            if keys.shape[0] < self.rows or keys.shape[2] < self._columns:
+            if keys.shape[0] < self.rows or keys.shape[2] < self._room:
                 self._layers[index] = self._grown(keys), self._grown(values)
         for name, state in self._states.items():
             if len(state) < self.rows:
                 self._states[name] = state.new_zeros(self.rows, *state.shape[1:])
                 self._states[name][: len(state)] = state
-        return before != (self.rows, self._columns)
+        return before != (self.rows, self._room)
 
     def _grown(self, store: Tensor) -> Tensor:
         rows, heads, columns, size = store.shape
-        grown = store.new_zeros(self.rows, heads, self._columns, size)
+        grown = store.new_zeros(self.rows, heads, self._room, size)
         grown[:rows, :, :columns] = store
         return grown
 
@@ -62,14 +63,14 @@ class SlotCache(RecurrentStates):
         They attend to the first ``width`` columns. Where a pass ``clears``, all else in their rows
         becomes zero.
         """
-        self._rows_in_use, self._places, self._width = rows, (rows[:, None], columns), width
+        self._rows_in_use, self._places, self.columns = rows, (rows[:, None], columns), width
         self._clears = clears
 
     def read_tokens(self, columns: Tensor, width: int) -> None:
         """What is stored next are tokens of each of the first rows, in (B, T) columns."""
         rows = torch.arange(len(columns), device=columns.device)
         self._rows_in_use, self._places = slice(len(columns)), (rows[:, None], columns)
-        self._width, self._clears = width, False
+        self.columns, self._clears = width, False
 
     def _state_rows(self) -> tuple[int, Tensor | None, int]:
         rows = self._rows_in_use
@@ -95,7 +96,7 @@ class SlotCache(RecurrentStates):
         In a step ``write`` may do so: see :meth:`step_columns`.
         """
         if layer_idx not in self._layers:
-            shapes = [(self.rows, x.shape[1], self._columns, x.shape[3]) for x in (key, value)]
+            shapes = [(self.rows, x.shape[1], self._room, x.shape[3]) for x in (key, value)]
             self._layers[layer_idx] = key.new_zeros(shapes[0]), value.new_zeros(shapes[1])
         stores = self._layers[layer_idx]
         assert self._places is not None
@@ -108,7 +109,7 @@ class SlotCache(RecurrentStates):
                 if self._clears:
                     store.index_fill_(0, rows[:, 0], 0)
                 store[rows, :, columns] = new.transpose(1, 2)
-        keys, values = (store[self._rows_in_use, :, : self._width] for store in stores)
+        keys, values = (store[self._rows_in_use, :, : self.columns] for store in stores)
         return keys, values
 
     def copy_of(self, row: int, columns: int) -> Layers:
@@ -139,9 +140,4 @@ class SlotCache(RecurrentStates):
         for stores in self._layers.values():
             for store in stores:
                 store.index_copy_(0, targets, store.index_select(0, sources))
-        for state in self._states.values():
-            state.index_copy_(0, targets, state.index_select(0, sources))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in use; some models call it, but with given positions none depends on it."""
-        return self._width
+        self._move_states(sources, targets)

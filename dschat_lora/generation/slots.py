@@ -182,7 +182,7 @@ class SlotRows:
 
     def prompt_logprobs(self, prompt: Sequence[int], adapter: int) -> list[float]:
         """Log-probabilities in nats of a prompt's tokens but the first; no row joins for them."""
-        free, found = min({*range(len(self) + 1)} - {*self._at}), list[Tensor]()
+        free, logprobs = min({*range(len(self) + 1)} - {*self._at}), list[Tensor]()
         self.reserve(len(self) + 1, len(prompt) + 1)
         following = to_device(torch.tensor(prompt[1:], dtype=torch.int64), self.device)
         # Logits of all tokens at once would take much memory; recurrent layers read a row whole.
@@ -190,8 +190,8 @@ class SlotRows:
         for first in range(0, len(prompt) - 1, size):
             end = min(first + size, len(prompt) - 1)
             logits = self._read([Reading(prompt[:end], first, free, adapter)], last=end - first)
-            found.append(token_logprobs(logits[0], following[first:end]))
-        return torch.cat(found).tolist() if found else []
+            logprobs.append(token_logprobs(logits[0], following[first:end]))
+        return torch.cat(logprobs).tolist() if logprobs else []
 
     def _take_prefixes(
         self, joining: Mapping[int, tuple[int, Sequence[int], int]]
@@ -202,21 +202,21 @@ class SlotRows:
         """
         known, sources = dict[int, int](), dict[int, int]()  # of each place
         for i, (place, prompt, adapter) in joining.items():
-            found: tuple[Layers, int] = ({}, 0)
+            ended: tuple[Layers, int] = ({}, 0)
             shareable = prefix_tokens(self.model, prompt[:-1])
             if self._prefixes is not None:
-                found = self._prefixes.find(adapter, shareable)
+                ended = self._prefixes.find(adapter, shareable)
             alike = (
                 (common_prefix(tokens, shareable), running)
                 for running, tokens in enumerate(self._tokens)
                 if self._shares and self._numbers[running] == adapter
             )
             length, running = max(alike, default=(0, 0))
-            known[i] = found[1]
-            if length > max(found[1], MIN_PREFIX - 1):
+            known[i] = ended[1]
+            if length > max(ended[1], MIN_PREFIX - 1):
                 known[i], sources[place] = length, self._at[running]
-            elif found[1]:
-                self._cache.put(place, *found)
+            elif ended[1]:
+                self._cache.put(place, *ended)
         self._move([*sources.values()], [*sources])
         return known
 
@@ -343,10 +343,10 @@ class SlotRows:
         if count:
             self._draw(responses, sequences, numbers, count)
         before = [number - 1 for number in numbers]
-        found = responses.drawn(sequences, before, count + 1)
-        for row, own in zip(self._tokens, found, strict=True):
+        tokens = responses.drawn(sequences, before, count + 1)
+        for row, own in zip(self._tokens, tokens, strict=True):
             row += own[:-1]
-        return found
+        return tokens
 
     def _draw(
         self, responses: Responses, sequences: Sequence[int], numbers: Sequence[int], count: int

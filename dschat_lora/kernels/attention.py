@@ -5,7 +5,7 @@ their row, and what rows begin with in common is read once for up to :data:`COPI
 queries are rows of one product (Hydragen, arXiv:2402.05099, section 3.2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -203,28 +203,10 @@ def _combine_plain(
     return (sums.exp2()[..., None] * parts).sum(2).to(query.dtype)
 
 
-def _like_query(
-    parts: Tensor, sums: Tensor, first: Tensor, own: Tensor, query: Tensor, row_splits: int
-) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-def _parts_of(query: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    *_, row_splits, tile_splits = others
-    return _empty_parts(query, row_splits + tile_splits)  # type: ignore[operator]
-
-
-attend_columns: Callable[..., tuple[Tensor, Tensor]] = define(
-    "attend_columns(Tensor query, Tensor key, Tensor value, Tensor first, Tensor own, Tensor last,"
-    " Tensor? tiles, float scale, int window, int row_splits, int tile_splits) -> (Tensor, Tensor)",
+attend_columns = define(
+    "attend_columns",
     _attend_kernel,
     plain=_attend_plain,
-    fake=_parts_of,
+    fake=lambda query, *others: _empty_parts(query, sum(others[-2:])),
 )
-combine_parts: Callable[..., Tensor] = define(
-    "combine_parts(Tensor parts, Tensor sums, Tensor first, Tensor own, Tensor query,"
-    " int row_splits) -> Tensor",
-    _combine_kernel,
-    plain=_combine_plain,
-    fake=_like_query,
-)
+combine_parts = define("combine_parts", _combine_kernel, plain=_combine_plain)

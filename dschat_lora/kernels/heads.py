@@ -7,7 +7,6 @@ in fp32 and rounded once.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ def _plain(
     values: Tensor,
     columns: Tensor,
 ) -> None:
-    found, first = [], 0
+    placed, first = [], 0
     for number, (heads, weight) in enumerate([(query, query_norm), (key, key_norm), (value, None)]):
         x, size = heads.float(), heads[0].numel()
         if inner is not None and up is not None:
@@ -45,10 +44,10 @@ def _plain(
         if cos is not None and sin is not None and number < 2:
             x1, x2 = x.chunk(2, -1)
             x = x * cos.float()[:, None] + torch.cat([-x2, x1], -1) * sin.float()[:, None]
-        found.append(x.to(heads.dtype))
+        placed.append(x.to(heads.dtype))
     rows = torch.arange(len(query), device=query.device)
-    query.copy_(found[0])
-    keys[rows, :, columns], values[rows, :, columns] = found[1], found[2]
+    query.copy_(placed[0])
+    keys[rows, :, columns], values[rows, :, columns] = placed[1], placed[2]
 
 
 def _kernel(
@@ -73,6 +72,8 @@ def _kernel(
     whole = (query, key, value, cos, sin, keys, values, query_norm, key_norm, inner, up)
     assert all(x is None or x.stride(-1) == 1 for x in whole)
     assert all(x.stride(1) == size for x in (query, key, value) if x.shape[1] > 1)
+    assert keys.stride() == values.stride()
+    assert cos is None or sin is None or cos.stride() == sin.stride()
     rank, step = rank_of(up)
     height = tile_rows(rows)
     if not rows:
@@ -82,9 +83,8 @@ def _kernel(
         *(query if x is None else x for x in (query_norm, key_norm)),
         *(keys, values, columns),
         *(x.stride(0) for x in (query, key, value)),
-        *(0 if x is None else x.stride(0) for x in (inner, up, cos, sin)),
+        *(0 if x is None else x.stride(0) for x in (inner, up, cos)),
         *keys.stride()[:3],
-        *values.stride()[:3],
         *(columns.stride(0), rows, heads, key_heads, scaling, eps),
         RANK=rank,
         STEP=step,
@@ -96,19 +96,10 @@ def _kernel(
     )
 
 
-def _no_result(*_: Any) -> None:
-    return None
-
-
 # query (N, heads, D), changed in place; key and value (N, key heads, D), not; D even. inner (N, 3
 # ranks or more) products with first factors and up (all heads x D, rank) second ones. cos and sin
 # (N, D). query_norm and key_norm (D,), both or none. keys and values (N or more, key heads,
 # columns, D) of the cache, columns (N,) int64 where each row's token goes.
 place_heads: Callable[..., None] = define(
-    "place_heads(Tensor(a!) query, Tensor key, Tensor value, Tensor? inner, Tensor? up, "
-    "float scaling, Tensor? cos, Tensor? sin, Tensor? query_norm, Tensor? key_norm, float eps, "
-    "Tensor(b!) keys, Tensor(c!) values, Tensor columns) -> ()",
-    _kernel,
-    plain=_plain,
-    fake=_no_result,
+    "place_heads", _kernel, plain=_plain, writes=("query", "keys", "values")
 )

@@ -7,8 +7,8 @@ from dschat_lora.kernels.low_rank_kernels import low_rank_tile
 
 
 @triton.jit
-def half_head(
-    source,  # of the first row, at the half
+def updated(
+    source,  # of the first row, at the head
     source_step,
     inner,
     inner_step,
@@ -19,21 +19,25 @@ def half_head(
     in_rows,
     columns,
     in_columns,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
     RANK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Half of a head of some rows in fp32, with its update."""
+    """Both halves of a head of some rows in fp32, with their updates."""
     mask = in_rows[:, None] & in_columns[None, :]
     place = rows[:, None] * source_step + columns[None, :]
-    x = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + place, mask=mask, other=0.0).to(tl.float32)
     if RANK:
-        total = tl.zeros((ROWS, WIDTH), tl.float32)
-        x += scaling * low_rank_tile(
+        total = tl.zeros_like(first)
+        first += scaling * low_rank_tile(
             inner, inner_step, up, up_step, rows, in_rows, columns, in_columns, total, RANK, STEP
         )
-    return x
+        up += HALF * up_step
+        second += scaling * low_rank_tile(
+            inner, inner_step, up, up_step, rows, in_rows, columns, in_columns, total, RANK, STEP
+        )
+    return first, second
 
 
 @triton.jit
@@ -48,12 +52,11 @@ def normed(first, second, norm, columns, in_columns, eps, HALF: tl.constexpr):
 
 
 @triton.jit
-def rotated(first, second, cos, cos_step, sin, sin_step, rows, columns, mask, HALF: tl.constexpr):
+def rotated(first, second, cos, sin, step, rows, columns, mask, HALF: tl.constexpr):
     """Both halves, rotated by the angles of their rows."""
-    place = rows[:, None] * cos_step + columns[None, :]
+    place = rows[:, None] * step + columns[None, :]
     x = tl.load(cos + place, mask=mask, other=0.0).to(tl.float32) * first
     y = tl.load(cos + HALF + place, mask=mask, other=0.0).to(tl.float32) * second
-    place = rows[:, None] * sin_step + columns[None, :]
     x -= tl.load(sin + place, mask=mask, other=0.0).to(tl.float32) * second
     y += tl.load(sin + HALF + place, mask=mask, other=0.0).to(tl.float32) * first
     return x, y
@@ -78,14 +81,10 @@ def heads_kernel(
     value_step,
     inner_step,
     up_step,
-    cos_step,
-    sin_step,
-    keys_row,
-    keys_head,
-    keys_column,
-    values_row,
-    values_head,
-    values_column,
+    angle_step,
+    store_row,
+    store_head,
+    store_column,
     column_step,
     count,
     heads,
@@ -102,69 +101,34 @@ def heads_kernel(
 ) -> None:
     """A query's head in place, or one of keys or values into the cache."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    in_rows = rows < count
-    head = tl.program_id(1)
-    columns = tl.arange(0, WIDTH)
-    in_columns = columns < HALF
+    head, columns = tl.program_id(1), tl.arange(0, WIDTH)
+    in_rows, in_columns = rows < count, columns < HALF
     mask = in_rows[:, None] & in_columns[None, :]
-    column = tl.load(stored_columns + rows * column_step, mask=in_rows, other=0)
     # 0 for queries, 1 for keys, 2 for values; the head among its own.
     kind = (head >= heads).to(tl.int32) + (head >= heads + key_heads).to(tl.int32)
     own = head - tl.where(kind == 0, 0, tl.where(kind == 1, heads, heads + key_heads))
-    source, step, norm = query, query_step, query_norm
-    target, place = query + own * (2 * HALF), rows * query_step
-    if kind == 1:
-        source, step, norm = key, key_step, key_norm
-        target = keys + own.to(tl.int64) * keys_head
-        place = rows * keys_row + column * keys_column
+    source, step, norm, target = query, query_step, query_norm, query
+    place = rows * query_step + own * (2 * HALF)
+    if kind > 0:
+        column = tl.load(stored_columns + rows * column_step, mask=in_rows, other=0)
+        place = rows * store_row + own.to(tl.int64) * store_head + column * store_column
+        source, step, norm, target = key, key_step, key_norm, keys
     if kind == 2:
-        source, step = value, value_step
-        target = values + own.to(tl.int64) * values_head
-        place = rows * values_row + column * values_column
+        source, step, target = value, value_step, values
     source += own * (2 * HALF)
     up += head.to(tl.int64) * (2 * HALF) * up_step
     inner += kind * RANK
-    first = half_head(
-        source,
-        step,
-        inner,
-        inner_step,
-        up,
-        up_step,
-        scaling,
-        rows,
-        in_rows,
-        columns,
-        in_columns,
-        ROWS,
-        WIDTH,
-        RANK,
-        STEP,
+    # fmt: off
+    first, second = updated(
+        source, step, inner, inner_step, up, up_step, scaling, rows, in_rows, columns, in_columns,
+        HALF, RANK, STEP,
     )
-    second = half_head(
-        source + HALF,
-        step,
-        inner,
-        inner_step,
-        up + HALF * up_step,
-        up_step,
-        scaling,
-        rows,
-        in_rows,
-        columns,
-        in_columns,
-        ROWS,
-        WIDTH,
-        RANK,
-        STEP,
-    )
+    # fmt: on
     if kind < 2:
         if NORMS:
             first, second = normed(first, second, norm, columns, in_columns, eps, HALF)
         if ROTATES:
-            first, second = rotated(
-                first, second, cos, cos_step, sin, sin_step, rows, columns, mask, HALF
-            )
+            first, second = rotated(first, second, cos, sin, angle_step, rows, columns, mask, HALF)
     target += place[:, None] + columns[None, :]
     tl.store(target, first.to(query.dtype.element_ty), mask=mask)
     tl.store(target + HALF, second.to(query.dtype.element_ty), mask=mask)

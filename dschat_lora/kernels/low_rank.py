@@ -5,7 +5,7 @@ first factors of their adapters, ``x [W; A]^T``; ``up`` are the second factors, 
 layer i to be multiplied by the K's columns from ``i * rank`` on. Sums are in fp32 and rounded once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def _swiglu_plain(products: Tensor, up: Tensor | None, scaling: float, size: int
 
 
 def _add_kernel(
-    products: Tensor, up: Tensor, sizes: Sequence[int], scaling: float, relu: bool
+    products: Tensor, up: Tensor, sizes: Sequence[int], scaling: float, relu: bool = False
 ) -> None:
     from dschat_lora.kernels.low_rank_kernels import add_kernel
 
@@ -130,35 +130,8 @@ def _launch(
         kernel[grid](*first, *then, RANK=rank, STEP=step, ROWS=height, WIDTH=width, **options)
 
 
-def _no_result(*_: Any) -> None:
-    return None
-
-
-def _like_residual(products: Tensor, up: Tensor | None, scaling: float, residual: Tensor) -> Tensor:
-    return torch.empty_like(residual)
-
-
-def _of_size(products: Tensor, up: Tensor | None, scaling: float, size: int) -> Tensor:
-    return products.new_empty(len(products), size)
-
-
 # add_low_rank: in place. low_rank_residual: ``residual`` and a layer's output, (N, out).
 # low_rank_swiglu: ``silu(gate) * x`` of two layers of one size (arXiv:2002.05202, eq. 5).
-add_low_rank: Callable[..., None] = define(
-    "add_low_rank(Tensor(a!) products, Tensor up, int[] sizes, float scaling, bool relu) -> ()",
-    _add_kernel,
-    plain=low_rank_plain,
-    fake=_no_result,
-)
-low_rank_residual: Callable[..., Tensor] = define(
-    "low_rank_residual(Tensor products, Tensor? up, float scaling, Tensor residual) -> Tensor",
-    _residual_kernel,
-    plain=_residual_plain,
-    fake=_like_residual,
-)
-low_rank_swiglu: Callable[..., Tensor] = define(
-    "low_rank_swiglu(Tensor products, Tensor? up, float scaling, int size) -> Tensor",
-    _swiglu_kernel,
-    plain=_swiglu_plain,
-    fake=_of_size,
-)
+add_low_rank = define("add_low_rank", _add_kernel, plain=low_rank_plain, writes=("products",))
+low_rank_residual = define("low_rank_residual", _residual_kernel, plain=_residual_plain)
+low_rank_swiglu = define("low_rank_swiglu", _swiglu_kernel, plain=_swiglu_plain)

@@ -1,9 +1,5 @@
 """RMSNorm (arXiv:1910.07467, eq. 4) of rows in one kernel: in fp32 and rounded once."""
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,19 +19,10 @@ def _kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width = next_power_of_2(size)
     if rows:
         warps = min(16, max(1, width // 256))
-        arguments: tuple[Any, ...] = (x, weight, output, x.stride(0), size, eps)
+        arguments = (x, weight, output, x.stride(0), size, eps)
         rms_norm_kernel[(rows,)](*arguments, WIDTH=width, num_warps=warps)
     return output
 
 
-def _like(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x)
-
-
 # x (N, H), weight (H,).
-rms_norm_rows: Callable[..., Tensor] = define(
-    "rms_norm_rows(Tensor x, Tensor weight, float eps) -> Tensor",
-    _kernel,
-    plain=_plain,
-    fake=_like,
-)
+rms_norm_rows = define("rms_norm_rows", _kernel, plain=_plain)

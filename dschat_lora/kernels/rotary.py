@@ -54,9 +54,4 @@ def rotate_plain(
     return outputs
 
 
-rotate = define(
-    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool transposed) -> (Tensor, Tensor)",
-    _kernel,
-    plain=rotate_plain,
-    fake=lambda q, k, cos, sin, transposed: (torch.empty_like(q), torch.empty_like(k)),
-)
+rotate = define("rotate", _kernel, plain=rotate_plain)

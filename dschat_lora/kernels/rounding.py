@@ -1,8 +1,5 @@
 """Stochastic rounding of fp32 to 16 bits: up or down by chance, so that the mean is exact."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,20 +50,18 @@ def _kernel(out: Tensor, values: Tensor, seed: int) -> None:
 
     digits, lowest = FORMATS[out.dtype]
     count = out.numel()
-    arguments: tuple[Any, ...] = (out, values, count, seed, digits, 2.0**lowest)
     if count:
-        scales = (2.0**-digits, 2.0 ** (digits - 23))
-        round_at_random_kernel[(-(-count // BLOCK),)](*arguments, *scales, BLOCK)
-
-
-def _nothing(out: Tensor, values: Tensor, seed: int) -> None:
-    return None
+        scales = (2.0**lowest, 2.0**-digits, 2.0 ** (digits - 23))
+        round_at_random_kernel[(-(-count // BLOCK),)](
+            *(out, values, count, seed, digits), *scales, BLOCK
+        )
 
 
 # out and values of one shape, contiguous.
-round_rows_at_random: Callable[..., None] = define(
-    "round_rows_at_random(Tensor(a!) out, Tensor values, int seed) -> ()",
+round_rows_at_random = define(
+    "round_rows_at_random",
     _kernel,
     plain=_plain,
-    fake=_nothing,
+    writes=("out",),
+    fake=lambda out, values, seed: None,
 )

@@ -4,9 +4,6 @@ Weights are ``exp(logit / temperature - m)`` in fp32, m the largest of a block; 
 fp64. The drawn token is the first one up to which weights sum to the uniform number times all.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -44,12 +41,6 @@ def _blocks(logits: Tensor) -> int:
     return -(-logits.shape[1] // BLOCK)
 
 
-def _empty_sums(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    shape = len(logits), _blocks(logits)
-    maxima = logits.new_empty(shape, dtype=torch.float32)
-    return maxima, logits.new_empty(shape, dtype=torch.float64)
-
-
 def _sums_plain(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     padding = _blocks(logits) * BLOCK - logits.shape[1]
     scaled = torch.nn.functional.pad(logits.float() / temperature, (0, padding), value=-torch.inf)
@@ -62,7 +53,8 @@ def _sums_plain(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
 def _sums_kernel(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     from dschat_lora.kernels.sampling_kernels import sums_kernel
 
-    maxima, sums = _empty_sums(logits, temperature)
+    maxima = logits.new_empty(len(logits), _blocks(logits), dtype=torch.float32)
+    sums = torch.empty_like(maxima, dtype=torch.float64)
     assert logits.stride(1) == 1
     if len(logits):
         arguments = (logits, maxima, sums, logits.stride(0), logits.shape[1], temperature)
@@ -84,10 +76,10 @@ def _draw_plain(
     place, scaled = (sequences, numbers), logits.float() / temperature
     running = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
     total = running[:, -1]
-    found = torch.searchsorted(running, (uniforms[place] * total)[:, None])[:, 0]
-    found = found.masked_fill(total != total, -1)
-    tokens.index_put_(place, found)
-    chosen = found.clamp(min=0)
+    drawn = torch.searchsorted(running, (uniforms[place] * total)[:, None])[:, 0]
+    drawn = drawn.masked_fill(total != total, -1)
+    tokens.index_put_(place, drawn)
+    chosen = drawn.clamp(min=0)
     if logprobs is not None:
         logprobs.index_put_(place, scaled.log_softmax(-1).gather(1, chosen[:, None])[:, 0])
     return chosen
@@ -124,20 +116,11 @@ def _draw_kernel(
     return chosen
 
 
-def _one_a_row(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(len(logits), dtype=torch.int64)
-
-
-block_sums: Callable[..., tuple[Tensor, Tensor]] = define(
-    "block_sums(Tensor logits, float temperature) -> (Tensor, Tensor)",
-    _sums_kernel,
-    plain=_sums_plain,
-    fake=_empty_sums,
-)
-draw_token: Callable[..., Tensor] = define(
-    "draw_token(Tensor logits, Tensor maxima, Tensor sums, float temperature, Tensor uniforms, "
-    "Tensor sequences, Tensor numbers, Tensor(a!) tokens, Tensor(b!)? logprobs) -> Tensor",
+block_sums = define("block_sums", _sums_kernel, plain=_sums_plain)
+draw_token = define(
+    "draw_token",
     _draw_kernel,
     plain=_draw_plain,
-    fake=_one_a_row,
+    writes=("tokens", "logprobs"),
+    fake=lambda logits, *_: logits.new_empty(len(logits), dtype=torch.int64),
 )

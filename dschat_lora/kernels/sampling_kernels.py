@@ -9,8 +9,8 @@ def block_of(logits, row, step, block, vocabulary, temperature, BLOCK: tl.conste
     """Logits of one block of a row over the temperature, and their numbers."""
     columns = block * BLOCK + tl.arange(0, BLOCK)
     place = logits + row.to(tl.int64) * step + columns
-    found = tl.load(place, mask=columns < vocabulary, other=float("-inf"))
-    return found.to(tl.float32) / temperature, columns
+    scaled = tl.load(place, mask=columns < vocabulary, other=float("-inf"))
+    return scaled.to(tl.float32) / temperature, columns
 
 
 @triton.jit
@@ -23,9 +23,9 @@ def finite(maximum):
 def sums_kernel(logits, maxima, sums, step, vocabulary, temperature, BLOCK: tl.constexpr) -> None:
     """The largest logit of a block, and the sum of its weights."""
     row, block, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    found, _ = block_of(logits, row, step, block, vocabulary, temperature, BLOCK)
-    largest = tl.max(found, 0)
-    weights = tl.exp(found - finite(largest)).to(tl.float64)
+    scaled, _ = block_of(logits, row, step, block, vocabulary, temperature, BLOCK)
+    largest = tl.max(scaled, 0)
+    weights = tl.exp(scaled - finite(largest)).to(tl.float64)
     tl.store(maxima + row * blocks + block, largest)
     tl.store(sums + row * blocks + block, tl.sum(weights, 0))
 
@@ -69,9 +69,9 @@ def draw_kernel(
     block = tl.minimum(tl.sum((running < wanted).to(tl.int32), 0), blocks - 1)
     before = tl.sum(tl.where(number == block - 1, running, 0.0), 0)
     factor = tl.sum(tl.where(number == block, factors, 0.0), 0)
-    found, columns = block_of(logits, row, step, block, vocabulary, temperature, BLOCK)
+    scaled, columns = block_of(logits, row, step, block, vocabulary, temperature, BLOCK)
     maximum = tl.max(tl.where(number == block, own, float("-inf")), 0)
-    weights = tl.exp(found - finite(maximum)).to(tl.float64)
+    weights = tl.exp(scaled - finite(maximum)).to(tl.float64)
     reached = before + factor * tl.cumsum(weights, 0)
     first = block * BLOCK + tl.sum((reached < wanted).to(tl.int32), 0)
     # Where rounding leaves the sum of the block below its share, the last token with a weight.

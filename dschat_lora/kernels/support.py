@@ -1,13 +1,15 @@
 """Operators whose kernels on a GPU are written in Triton."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from subprocess import SubprocessError
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _LIBRARY = torch.library.Library("dschat_lora", "DEF")
 ON_CPU = False  # run kernels on a CPU too, by Triton's interpreter, as their tests do
 PLAIN_ON_CPU = False  # take operators there as on a GPU, and compute them by torch
@@ -45,24 +47,31 @@ def next_power_of_2(number: int) -> int:
 
 
 def define(
-    schema: str, kernel: Callable[..., Any], *, plain: Callable[..., Any], fake: Callable[..., Any]
-) -> Any:
+    name: str,
+    kernel: Callable[P, R],
+    *,
+    plain: Callable[P, R],
+    writes: Sequence[str] = (),
+    fake: Callable[P, R] | None = None,
+) -> Callable[P, R]:
     """A new operator ``torch.ops.dschat_lora.NAME``, without a derivative.
 
     Args:
-        schema: name, arguments and results, such as ``swiglu(Tensor gate, Tensor up) -> Tensor``;
-            one that writes into an argument marks it, ``Tensor(a!) out``.
+        name: of the operator.
         kernel: launches one kernel on a GPU.
-        plain: computes the same by torch on a CPU, where :data:`ON_CPU` is not set.
-        fake: makes results of the right shapes and types, without values.
+        plain: computes the same by torch on a CPU, where :data:`ON_CPU` is not set. The operator
+            has its arguments.
+        writes: names of arguments that it writes into.
+        fake: makes results of the right shapes and types, without values; where ``plain`` cannot.
     """
 
-    def on_cpu(*args: Any) -> Any:
-        return (kernel if ON_CPU else plain)(*args)
+    def on_cpu(*args: P.args, **options: P.kwargs) -> R:
+        return (kernel if ON_CPU else plain)(*args, **options)
 
-    name = schema.partition("(")[0]
+    schema = name + torch.library.infer_schema(plain, mutates_args=writes)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CUDA")
     _LIBRARY.impl(name, on_cpu, "CPU")
-    torch.library.register_fake(f"dschat_lora::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.dschat_lora, name).default
+    torch.library.register_fake(f"dschat_lora::{name}", fake or plain, lib=_LIBRARY)
+    operator: Callable[P, R] = getattr(torch.ops.dschat_lora, name).default
+    return operator

@@ -72,15 +72,5 @@ def _plain_backward(
     return made
 
 
-swiglu = define(
-    "swiglu(Tensor gate, Tensor x) -> Tensor",
-    _forward,
-    plain=_plain,
-    fake=lambda gate, x: _empty(x),
-)
-swiglu_backward = define(
-    "swiglu_backward(Tensor grad, Tensor gate, Tensor x, Tensor(a!)? product) -> (Tensor, Tensor)",
-    _backward,
-    plain=_plain_backward,
-    fake=lambda grad, gate, x, product: (_empty(gate), _empty(x)),
-)
+swiglu = define("swiglu", _forward, plain=_plain)
+swiglu_backward = define("swiglu_backward", _backward, plain=_plain_backward, writes=("product",))

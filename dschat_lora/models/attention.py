@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def attend_by_spans(
     attention_mask: Tensor | None,
     *,
     spans: Spans | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention of each sequence by itself, where the model was called with ``spans``.
 
@@ -59,7 +58,8 @@ def attend_by_spans(
     )
     # What transformers reads of a layer; a rank's heads may be grouped otherwise than the layer's.
     groups, causal = query.shape[1] // key.shape[1], getattr(module, "is_causal", True)
-    heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=causal)
+    heads = nn.Module()
+    vars(heads).update(num_key_value_groups=groups, is_causal=causal)
     return context.swap(_attend(heads, query, key, value, spans, options)), None
 
 
@@ -206,9 +206,9 @@ def varlen_attend(
     long = flash_3(query.device) if spans.longest[1] >= LONG else None
     if long is not None:
         options = {"softmax_scale": scaling, "causal": True, "window_size": (before, 0)}
-        found: Tensor | tuple[Tensor, ...] = long(*given, **options)
+        attended: Tensor | tuple[Tensor, ...] = long(*given, **options)
         # Versions before 3.0 proper return the log-sum-exp too.
-        return (found if isinstance(found, Tensor) else found[0])[None]
+        return (attended if isinstance(attended, Tensor) else attended[0])[None]
     function = kernel()
     assert function is not None
     # Versions without the option always take grouped queries.

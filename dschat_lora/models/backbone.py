@@ -352,16 +352,17 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def by_sequence(
-        self: nn.Module, *inputs: Any, spans: Spans | None = None, **options: Any
-    ) -> Any:
+        self: nn.Module, *inputs: object, spans: Spans | None = None, **options: object
+    ) -> object:
         if spans is None:
             return forward(self, *inputs, **options)
         batches, places = spans.batches
         row = (1, len(places))
 
-        def of(value: Any, tokens: Tensor) -> Any:
-            per_token = isinstance(value, Tensor) and value.shape[:2] == row
-            return value[0, tokens] if per_token else value
+        def of(value: object, tokens: Tensor) -> object:
+            if isinstance(value, Tensor) and value.shape[:2] == row:
+                return value[0, tokens]
+            return value
 
         outputs = [
             forward(

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+T = TypeVar("T")
+CHECKPOINT = "_gradient_checkpointing_func"  # of a block of transformers
 # Inputs on their way at a time; with fewer, one that is fetched would be given up again.
 IN_TRANSIT = 2
 # Variants of a block's code: of each role with and without adapters and gradients, on one row
@@ -53,14 +55,16 @@ def offload_inputs(model: nn.Module) -> None:
     copies = HostCopies()
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
-            checkpoint: Any = module._gradient_checkpointing_func
-            around = partial(checkpoint_offloaded, copies, checkpoint)
-            module._gradient_checkpointing_func = around  # type: ignore[assignment]
+            around = partial(checkpoint_offloaded, copies, vars(module)[CHECKPOINT])
+            vars(module)[CHECKPOINT] = around
 
 
 def checkpoint_offloaded(
-    copies: "HostCopies", checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any
-) -> Any:
+    copies: "HostCopies",
+    checkpoint: Callable[..., T],
+    function: Callable[..., object],
+    *inputs: Tensor,
+) -> T:
     """``checkpoint(function, *inputs)`` that keeps the first of ``inputs`` in ``copies``.
 
     That is the hidden states, the one input that each block has for itself: masks and tables of
@@ -232,7 +236,7 @@ def _dispatch(block: GradientCheckpointingLayer, *, recompute: bool) -> None:
     # Checkpointing around what is compiled: torch gives up on what it finds within.
     block.gradient_checkpointing = False
 
-    def call(*args: object, **kwargs: Any) -> object:
+    def call(*args: object, **kwargs: object) -> object:
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             return block._call_impl(*args, **kwargs)
         if recompute and block.training:

@@ -208,9 +208,9 @@ def attach_media(adapted: AdaptedModel, media: MediaReader | None, base: str | N
     if media is not None:
         media.attach(adapted.model, base)
         vars(adapted.model)["media"] = media.facts
-    elif found := [n for n in adapted.targets if is_inside(n, getattr(adapted.model, "rest", ()))]:
+    elif beside := [n for n in adapted.targets if is_inside(n, getattr(adapted.model, "rest", ()))]:
         raise ValueError(
-            f"the adapter has factors of {found[0]}, which rows of text alone do not train; leave "
+            f"the adapter has factors of {beside[0]}, which rows of text alone do not train; leave "
             "such layers out, or merge the adapter first"
         )
 
@@ -341,17 +341,17 @@ def _check_layers(model: PreTrainedModel, adapter: Path, stored: LoraConfig) -> 
     lost = [name for name in stored.target_modules if name not in known]
     if not lost:
         return
-    found = f"the adapter {adapter} has factors of {lost[0]}, which "
+    words = f"the adapter {adapter} has factors of {lost[0]}, which "
     where = getattr(model, "text_path", None)
     named = {**dict(model.named_parameters()), **dict(model.named_modules())}
     if lost[0] in named:
         kind = type(named[lost[0]]).__name__
         raise ValueError(
-            f"{found}is a {kind} that takes no adapter here: merge the adapter into its base with "
+            f"{words}is a {kind} that takes no adapter here: merge the adapter into its base with "
             "PEFT and train on the result"
         )
     raise ValueError(
-        f"{found}is no layer of this model"
+        f"{words}is no layer of this model"
         + ("" if where is None else f": of a composite model {where} alone is loaded")
     )
 
@@ -377,14 +377,14 @@ def _fit_vocabulary(
     if len(tokenizer) <= rows:
         return
     if lora.lora_dim > 0:
-        found = f"the tokenizer has {len(tokenizer)} tokens, the model {rows}"
+        words = f"the tokenizer has {len(tokenizer)} tokens, the model {rows}"
         if config.add_eot_token and int(tokenizer.eos_token_id) >= rows:
             raise ValueError(
-                f"{found}: a new --eot_token has no trained embedding, and LoRA would leave it so; "
+                f"{words}: a new --eot_token has no trained embedding, and LoRA would leave it so; "
                 "use a token the model knows"
             )
         raise ValueError(
-            f"{found}: the tokenizer's tokens from {rows} on "
+            f"{words}: the tokenizer's tokens from {rows} on "
             f"({tokenizer.convert_ids_to_tokens(rows)!r}, ...) have no embedding, and LoRA would "
             "not train one; use the tokenizer that belongs to the model, or resize the model's "
             "embedding to it and train every weight (--lora_dim 0)"

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from dschat_lora.models.architecture_checks import check_architecture, head_is_l
 from dschat_lora.models.backbone import BackboneModel
 
 T = TypeVar("T")
+Rows = tuple[Tensor, Tensor, Tensor, Tensor | None, Spans | None]  # as for the backbone
+# Of router logits, numbers of experts and of those that a token has, and the mask of padding.
+Balancing = Callable[[tuple[Tensor, ...], int, int, Tensor | None], Tensor]
 _BALANCE = "load_balancing_loss_func"  # of a module of transformers that has experts
 
 
@@ -41,7 +44,7 @@ class LMHeadModel(BackboneModel):
 
     full_logits = False
 
-    def logits(self, logit_positions: Tensor, *rows: Any) -> Tensor:
+    def logits(self, logit_positions: Tensor, *rows: *Rows) -> Tensor:
         """(N, V) of the model's own head; the rows are as for the backbone."""
         inputs, count, places = self.backbone.prepare(*rows)
         with fp32_logits(self.model):
@@ -50,7 +53,7 @@ class LMHeadModel(BackboneModel):
             logit_positions = torch.searchsorted(places, logit_positions)
         return logits[logit_positions]
 
-    def before_head(self, logit_positions: Tensor, *rows: Any) -> Tensor:
+    def before_head(self, logit_positions: Tensor, *rows: *Rows) -> Tensor:
         """(N, H) hidden states that the head reads, or (N, V) where ``full_logits`` are taken."""
         if self.full_logits:
             return self.logits(logit_positions, *rows)
@@ -58,19 +61,19 @@ class LMHeadModel(BackboneModel):
         return hidden
 
 
-def balancing_loss(model: PreTrainedModel, coefficient: float) -> Any:
+def balancing_loss(model: PreTrainedModel, coefficient: float) -> Balancing | None:
     """The load-balancing loss that transformers has for the type of ``model``; None without one.
 
     Raises:
         ValueError: if it is to have a ``coefficient``, and there is none.
     """
-    found = getattr(sys.modules[type(model).__module__], _BALANCE, None)
-    if coefficient and found is None:
+    loss: Balancing | None = getattr(sys.modules[type(model).__module__], _BALANCE, None)
+    if coefficient and loss is None:
         raise ValueError(
             f"--router_aux_loss_coef {coefficient:g}: {type(model).__name__} of "
             "transformers has no load-balancing loss; drop the option"
         )
-    return found
+    return loss
 
 
 class CausalLMLoss(LMHeadModel):
@@ -129,13 +132,13 @@ class CausalLMLoss(LMHeadModel):
         supervised = hidden.flatten(0, 1)[logit_positions]
         loss: Tensor = self.head(supervised, target_ids, smoothing, groups)
         loss = loss + 0.0 * hidden[:, 0].float().sum()
-        if not balances:
+        if not balances or self._balance is None:
             return loss
         scores, config = self.backbone.router_logits, self.model.config
         has_padding = len(scores[0]) == segment_ids.numel()  # else it was not computed
         mask = (segment_ids > 0).long() if has_padding else None
         active = next(n for name in ACTIVE_EXPERTS if (n := getattr(config, name, None)))
-        balance: Tensor = self._balance(scores, scores[0].shape[-1], active, mask)
+        balance = self._balance(scores, scores[0].shape[-1], active, mask)
         return loss + len(target_ids) * (self.router_aux_loss_coef * balance)
 
 

@@ -5,12 +5,13 @@ that an adapter fits the checkpoint that it was trained on, and a merge writes i
 """
 
 import copy
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +22,21 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
-    GenerationMixin,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from dschat_lora.checkpoint.score_class import register_score_class
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.stored_weights import StoredWeights, add_tensors, cached
+from dschat_lora.models.text_classes import causal_lm_over, reward_model_over
 
 # PEFT's names of the two kinds of model.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 _HEADS: Mapping[Task, str] = {"CAUSAL_LM": "lm_head", "SEQ_CLS": "score"}
-_AUTOS: Mapping[Task, tuple[Any, ...]] = {
+_AUTOS: Mapping[Task, tuple[type[_BaseAutoModelClass], ...]] = {
     "CAUSAL_LM": (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM),
     "SEQ_CLS": (AutoModelForSequenceClassification,),
 }
@@ -86,7 +85,9 @@ def whole_config(config: PretrainedConfig) -> PretrainedConfig | None:
     return getattr(config, _WHOLE, None)
 
 
-def auto_class(config: PretrainedConfig, task: Task) -> Any:
+def auto_class(
+    config: PretrainedConfig, task: Task
+) -> type[PreTrainedModel] | type[_BaseAutoModelClass]:
     """The class that builds and reads a model, by ``from_config`` and ``from_pretrained``.
 
     Raises:
@@ -98,8 +99,8 @@ def auto_class(config: PretrainedConfig, task: Task) -> Any:
             register_score_class(config)
         return _AUTOS[task][0]
     place = _find_place(whole, task)
-    make = _causal_lm_over if task == "CAUSAL_LM" else _reward_model_over
-    found = _find_class(config, task)[0] or make(place.kind)
+    make = causal_lm_over if task == "CAUSAL_LM" else reward_model_over
+    own = _find_class(config, task)[0] or make(place.kind)
     paths = {"model": place.path, _HEADS[task]: place.head or _HEADS[task]}
     members = {"place": place, "paths": paths, "__module__": place.kind.__module__}
 
@@ -107,13 +108,13 @@ def auto_class(config: PretrainedConfig, task: Task) -> Any:
         """What a text model calls ``name`` and the composite one keeps below another module."""
 
         def get(self: TextModel) -> nn.Module:
-            own = self._modules.get(name)
-            return self.get_submodule(self.paths[name]) if own is None else own
+            module = self._modules.get(name)
+            return self.get_submodule(self.paths[name]) if module is None else module
 
         return property(get)
 
     members |= {name: part(name) for name, path in paths.items() if path.split(".")[0] != name}
-    return type(found.__name__, (TextModel, found), members)
+    return type(own.__name__, (TextModel, own), members)
 
 
 def left_out_words(model: PreTrainedModel) -> str | None:
@@ -181,7 +182,7 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
     frozen_rest: tuple[str, int] | None = None  # digest and bytes of what is read beside the model
     rest_rate: float | None = None  # of adapters in the rest, where it is not that of others
 
-    def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PretrainedConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         kind = self.place.kind
         if type(self._modules.get("model")) is not kind:
@@ -247,7 +248,7 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         return self.place.shell.__mro__[2]
 
     @classmethod
-    def from_config(cls, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    def from_config(cls, config: PretrainedConfig, **options: object) -> PreTrainedModel:
         """As ``AutoModel.from_config``."""
         options.pop("trust_remote_code", None)
         model: PreTrainedModel = cls._from_config(config, **options)
@@ -260,8 +261,8 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         *,
         config: PretrainedConfig | None = None,
         output_loading_info: bool = False,
-        **options: Any,
-    ) -> Any:
+        **options: object,
+    ) -> PreTrainedModel | tuple[PreTrainedModel, Mapping[str, object]]:
         """As ``AutoModel.from_pretrained``, of the files of a composite model.
 
         Without ``config`` they may also be of a text model that :meth:`save_pretrained` wrote.
@@ -306,8 +307,8 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
         shell.save_pretrained(directory)
         add_tensors(directory, StoredWeights(shell, whole._name_or_path).others())
         for name in _BESIDE:
-            if (found := cached(whole._name_or_path, name)) is not None:
-                shutil.copy(found, directory / name)
+            if (file := cached(whole._name_or_path, name)) is not None:
+                shutil.copy(file, directory / name)
 
     def _save_alone(self, directory: Path) -> None:
         config = copy.deepcopy(self.config)
@@ -319,10 +320,11 @@ class TextModel(PreTrainedModel):  # type: ignore[misc]
             )
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config, dtype=self.dtype)
-        prefix = f"{self.text_path}."
-        own = {name: f"model.{name.removeprefix(prefix)}" for name in self.state_dict()}
-        own = {name: new if name.startswith(prefix) else name for name, new in own.items()}
-        model.load_state_dict({own[n]: t for n, t in self.state_dict().items()}, assign=True)
+        values = {
+            re.sub(rf"^{re.escape(self.text_path)}\.", "model.", name): value
+            for name, value in self.state_dict().items()
+        }
+        model.load_state_dict(values, assign=True)
         model.save_pretrained(directory)
 
 
@@ -333,10 +335,10 @@ class _Alias(nn.Module):
         super().__init__()
         self.path = path
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self.get_submodule(self.path)(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -367,71 +369,12 @@ def _find_class(
     """
     for auto in _AUTOS[task]:
         if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            found = found[0] if isinstance(found, tuple) else found
+            classes = auto._model_mapping[type(config)]
+            kind = classes[0] if isinstance(classes, tuple) else classes
             text = type(config.get_text_config())
-            if text is type(config) or found.config_class is not text:
-                return found, auto.__name__
+            if text is type(config) or kind.config_class is not text:
+                return kind, auto.__name__
     return None, _AUTOS[task][0].__name__
-
-
-def _causal_lm_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A causal language model over a text model of a type that transformers has none for."""
-    base: Any = _pretrained(kind)
-
-    class TextForCausalLM(base, GenerationMixin):  # type: ignore[misc]
-        config_class = kind.config_class
-        base_model_prefix = "model"
-        _tied_weights_keys: Mapping[str, str] = {"lm_head.weight": "model.embed_tokens.weight"}
-
-        def __init__(self, config: PretrainedConfig) -> None:
-            super().__init__(config)
-            self.model = kind(config)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self.post_init()
-
-        def forward(
-            self,
-            input_ids: Tensor | None = None,
-            attention_mask: Tensor | None = None,
-            position_ids: Tensor | None = None,
-            cache: Any = None,
-            past_key_values: Any = None,
-            logits_to_keep: int = 0,
-            **inputs: Any,
-        ) -> CausalLMOutputWithPast:
-            name = str(cache_argument(self.base_model))
-            outputs = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                **{name: past_key_values if cache is None else cache},
-                **inputs,
-            )
-            logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
-            return CausalLMOutputWithPast(logits=logits, **{name: outputs.get(name)})
-
-    return TextForCausalLM
-
-
-def _reward_model_over(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A model with a score over a text model of a type that transformers has none for."""
-    base: Any = _pretrained(kind)
-
-    class TextForSequenceClassification(GenericForSequenceClassification, base):  # type: ignore[misc]
-        def __init__(self, config: PretrainedConfig) -> None:
-            base.__init__(self, config)
-            self.num_labels = config.num_labels
-            self.model = kind(config)
-            self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-            self.post_init()
-
-    return TextForSequenceClassification
-
-
-def _pretrained(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """What a class of models has its settings from."""
-    return next(each for each in kind.__mro__[1:] if issubclass(each, PreTrainedModel))
 
 
 def _find_place(config: PretrainedConfig, task: Task) -> TextModelPlace:
@@ -464,7 +407,7 @@ class _Shell(PreTrainedModel):  # type: ignore[misc]
 
     _keys_to_ignore_on_load_unexpected = (".*",)
 
-    def __init__(self, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PretrainedConfig, *args: object, **kwargs: object) -> None:
         with unbuildable_left_out():
             super().__init__(config, *args, **kwargs)
         self.left_out = _prune(self, self.text_parts())
@@ -510,7 +453,7 @@ def unbuildable_left_out() -> Iterator[None]:
     """Within, a part whose library is not installed (timm) is built empty."""
     build = AutoModel.from_config
 
-    def from_config(*args: Any, **kwargs: Any) -> nn.Module:
+    def from_config(*args: object, **kwargs: object) -> nn.Module:
         try:
             return build(*args, **kwargs)
         except ImportError:

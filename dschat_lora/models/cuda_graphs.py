@@ -95,7 +95,9 @@ def run_watching(step: Step) -> str | None:
     mode, thread = torch.cuda.get_sync_debug_mode(), threading.get_ident()
     show = warnings.showwarning
 
-    def note(message: Any, category: Any, file: str, line: int, *rest: Any) -> None:
+    def note(
+        message: Warning | str, category: type[Warning], file: str, line: int, *rest: Any
+    ) -> None:
         if _WAIT not in str(message):
             show(message, category, file, line, *rest)
         elif threading.get_ident() == thread or torch._C._current_graph_task_id() >= 0:

@@ -8,11 +8,11 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -114,7 +114,7 @@ def _add_samples(digest: hashlib.blake2b, path: Path) -> None:
             digest.update(file.read(SAMPLED_VALUES))
 
 
-def _fingerprint(parameters: Mapping[str, nn.Parameter], *, sampled: bool = True) -> str:
+def _fingerprint(parameters: Mapping[str, Tensor], *, sampled: bool = True) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(parameters.items()):
         digest.update(f"{name} {tuple(full_shape(parameter))} {parameter.dtype}\n".encode())
@@ -158,7 +158,7 @@ def _sample(parameter: Tensor) -> Tensor:
     return shard.group.sum(values.view(torch.uint8))
 
 
-def saved_model(model: Any, tokenizer: Any) -> Path:
+def saved_model(model: PreTrainedModel, tokenizer: Tokenizer) -> Path:
     """The directory of a transformers model and its tokenizer in the cache of this user.
 
     It is named after every value, and written once. Neither object is changed.
@@ -203,16 +203,11 @@ def saved_model(model: Any, tokenizer: Any) -> Path:
     return directory
 
 
-@torch.no_grad()
-def _digest(model: Any, tokenizer: Any) -> str:
+def _digest(model: PreTrainedModel, tokenizer: Tokenizer) -> str:
     config = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "architectures"):
         config.pop(name, None)
     facts = [type(model).__name__, config, describe_tokenizer(tokenizer)]
-    digest = hashlib.blake2b(
-        json.dumps(facts, default=str, sort_keys=True).encode(), digest_size=16
-    )
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
-        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    facts.append(_fingerprint(model.state_dict(), sampled=False))
+    text = json.dumps(facts, default=str, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -59,7 +59,7 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False, mlps: bool = T
             classes[kind] = (_fused_norm if is_norm else _fused_mlp)(module, on_cpu)
         if (fused := classes[kind]) is not None:
             module.__class__ = fused
-    found = [kind.__name__ for kind, fused in classes.items() if fused is not None]
+    replaced = [kind.__name__ for kind, fused in classes.items() if fused is not None]
     for module in model.modules() if mlps else ():
         if getattr(module, "has_gate", False) and _gates_by_silu(module):
             setattr(module, FUSES_GATE, on_cpu)
@@ -71,8 +71,8 @@ def fuse_kernels(model: PreTrainedModel, *, on_cpu: bool = False, mlps: bool = T
             vars(home)[_ROTARY] = _Rotate(function, on_cpu)
         else:
             continue
-        found.append(f"{home.__name__}.{_ROTARY}")
-    return found
+        replaced.append(f"{home.__name__}.{_ROTARY}")
+    return replaced
 
 
 def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
@@ -83,7 +83,7 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
     if weight.dim() != 1 or not isinstance(eps, float):
         return None
     x, scale = _numbers(2, len(weight))
-    probe: Any = nn.Module.__new__(kind)
+    probe = nn.Module.__new__(kind)
     vars(probe).update(vars(norm), _parameters={"weight": nn.Parameter(scale, requires_grad=False)})
     try:
         expected = kind.forward(probe, x)
@@ -93,7 +93,7 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
     if len(offsets) != 1:  # of none, or of no entry
         return None
 
-    def forward(self: Any, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def forward(self: Any, x: Tensor, *rest: object, **options: object) -> Tensor:
         weight, eps = self.weight, getattr(self, name)
         if rest or options or x.dtype != weight.dtype or not (x.is_cuda or on_cpu):
             return kind.forward(self, x, *rest, **options)
@@ -104,12 +104,12 @@ def _fused_norm(norm: Any, on_cpu: bool) -> type[nn.Module] | None:
     return _replacing(kind, forward, keeps_least=not offsets[0])
 
 
-def _fused_mlp(mlp: Any, on_cpu: bool) -> type[nn.Module] | None:
+def _fused_mlp(mlp: nn.Module, on_cpu: bool) -> type[nn.Module] | None:
     """A class that computes ``down(silu(gate(x)) * up(x))`` as ``mlp`` does, which keeps less."""
     kind = type(mlp)
     x, gate, up, down = _numbers(4, 6, 6)
     parts = {n: partial(F.linear, weight=w) for n, w in zip(_GATED, (gate, up, down), strict=False)}
-    probe: Any = nn.Module.__new__(kind)
+    probe = nn.Module.__new__(kind)
     vars(probe).update(vars(mlp), _modules=mlp._modules | parts)
     try:
         expected = kind.forward(probe, x)
@@ -159,7 +159,7 @@ class _Rotate:
         self.plain, self.on_cpu = plain, on_cpu
 
     def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: object, **options: object
     ) -> tuple[Tensor, Tensor]:
         alike = q.dtype == k.dtype == cos.dtype == sin.dtype
         whole = q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]
@@ -213,6 +213,6 @@ def _numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    alike = found.shape == expected.shape and found.dtype == expected.dtype
-    return alike and bool((found - expected).norm() <= _AGREES * expected.norm())
+def _agree(value: Tensor, expected: Tensor) -> bool:
+    alike = value.shape == expected.shape and value.dtype == expected.dtype
+    return alike and bool((value - expected).norm() <= _AGREES * expected.norm())

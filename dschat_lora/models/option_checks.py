@@ -226,14 +226,14 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
 def original_positions(fields: Mapping[str, Any]) -> int | None:
     """Positions that a model was trained on, by its ``config.json``; None where it says none."""
     name = "original_max_position_embeddings"
-    found = _rope_of(fields).get(name) or fields.get(name)
-    return _first({**fields, name: found}, name, "max_position_embeddings", "n_positions")
+    positions = _rope_of(fields).get(name) or fields.get(name)
+    return _first({**fields, name: positions}, name, "max_position_embeddings", "n_positions")
 
 
 def _rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What ``config.json`` says of rotary embeddings, by either of its names."""
-    found = fields.get("rope_parameters") or fields.get("rope_scaling")
-    return found if isinstance(found, dict) else {}
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    return rope if isinstance(rope, dict) else {}
 
 
 def position_limit(fields: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:

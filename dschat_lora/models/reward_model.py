@@ -106,10 +106,10 @@ def _read(
             **options,
         )
     check_loaded(_with_score(model), report["missing_keys"], new=_HEAD_PARAMETERS)
-    for name, found, *_ in report["mismatched_keys"]:
+    for name, shape, *_ in report["mismatched_keys"]:
         if name.startswith(f"{HEAD}."):
-            raise ValueError(f"a reward model gives one score, it has {found[0]}")
-        raise ValueError(f"{name} has the shape {tuple(found)}, which does not fit")
+            raise ValueError(f"a reward model gives one score, it has {shape[0]}")
+        raise ValueError(f"{name} has the shape {tuple(shape)}, which does not fit")
     return model, set(report["missing_keys"])
 
 

@@ -99,10 +99,10 @@ def find_model(name: str | None) -> ModelSource:
     # Beside a local directory, or where stages write by default, no hub name was meant.
     is_near_a_path = len(path.parts) > 1 and (path.parent.is_dir() or path.parts[0] == "output")
     if path.exists() or file is not None or not HUB_NAME.fullmatch(name) or is_near_a_path:
-        found = "is a file" if path.is_file() else "does not exist"
+        state = "is a file" if path.is_file() else "does not exist"
         files = "".join(f"{load(each).named}, " for each in provided("base_file").values())
         raise ValueError(
-            f"--model_name_or_path {name} {found}; give a hub name, a model directory, {files}or "
+            f"--model_name_or_path {name} {state}; give a hub name, a model directory, {files}or "
             "the output directory of an earlier stage"
         )
     return ModelSource(name)
@@ -119,10 +119,10 @@ def _in_directory(name: str, path: Path) -> ModelSource:
             return ModelSource(str(candidate.resolve()))
     if newest := newest_valid(path).path:
         return _from_checkpoint(newest)
-    found = ", ".join(sorted(child.name for child in path.iterdir())[:6]) or "nothing"
+    names = ", ".join(sorted(child.name for child in path.iterdir())[:6]) or "nothing"
     raise ValueError(
         f"--model_name_or_path {name} holds neither config.json nor adapter_config.json, nor an "
-        f"adapter/ or model/ with one; it holds {found}"
+        f"adapter/ or model/ with one; it holds {names}"
     )
 
 

@@ -142,11 +142,11 @@ class StoredWeights:
             if name not in own
             for _, key in source.keys
         )
-        found = {key: self._tensor(key) for key in keys}
-        for key, tensor in found.items():
+        tensors = {key: self._tensor(key) for key in keys}
+        for key, tensor in tensors.items():
             if f"{key}{_PACKED}" in self._files or tensor.dtype in _CODES:
                 raise ValueError(f"{key} is quantised, which fits no merged model")
-        return found
+        return tensors
 
     def _read(self, key: str) -> Tensor:
         with _opened(self._files[key]) as tensors:
@@ -157,9 +157,9 @@ class StoredWeights:
         if key not in self._files:
             raise ValueError(f"lacks {key}")
         with _opened(self._files[key]) as tensors:
-            found: Tensor = tensors.get_tensor(key)
-        check_finite(found, key)
-        return found
+            tensor: Tensor = tensors.get_tensor(key)
+        check_finite(tensor, key)
+        return tensor
 
 
 class _Whole:
@@ -220,7 +220,7 @@ def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) ->
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     names = model.state_dict()
-    found: dict[str, _Source] = {}
+    sources: dict[str, _Source] = {}
     # In the order in which transformers reads them, or experts would change places.
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(
@@ -229,14 +229,14 @@ def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) ->
         if name not in names and key in names:
             name, pattern = key, None
         if pattern is None:
-            found[name] = _Source(None, name, [("", key)])
+            sources[name] = _Source(None, name, [("", key)])
             continue
         rule = of_pattern[pattern]
-        source = found.setdefault(name, _Source(rule, name))
+        source = sources.setdefault(name, _Source(rule, name))
         source.keys.append((pattern, key))
         first, *others = rule.target_patterns
-        found |= {name.replace(first, other): source for other in others}
-    return found
+        sources |= {name.replace(first, other): source for other in others}
+    return sources
 
 
 def _files(path: str, *, pickled: bool) -> dict[str, Any]:
@@ -244,10 +244,10 @@ def _files(path: str, *, pickled: bool) -> dict[str, Any]:
     for single in (_SAFETENSORS, *([_PICKLE] if pickled else [])):
         if (index := cached(path, single + _INDEX)) is not None:
             names = weight_map(Path(index))
-            found = {name: cached(path, name) for name in set(names.values())}
-            if lacking := sorted(name for name, file in found.items() if file is None):
+            files = {name: cached(path, name) for name in set(names.values())}
+            if lacking := sorted(name for name, file in files.items() if file is None):
                 raise ValueError(f"there is no {lacking[0]}")
-            return {key: str(found[name]) for key, name in names.items()}
+            return {key: str(files[name]) for key, name in names.items()}
         if (file := cached(path, single)) is not None:
             with _opened(file) as tensors:
                 return dict.fromkeys(tensors.keys(), file)
@@ -261,8 +261,8 @@ def _files(path: str, *, pickled: bool) -> dict[str, Any]:
 
 def cached(path: str, name: str) -> str | None:
     """Where a file of a directory or a hub name lies; None where it has none."""
-    found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else str(found)
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else str(file)
 
 
 class _Tensors(dict[str, Any]):
@@ -272,7 +272,7 @@ class _Tensors(dict[str, Any]):
 
 
 @contextmanager
-def _opened(file: Any) -> Iterator[Any]:
+def _opened(file: "str | _Tensors") -> Iterator[Any]:
     """The tensors of a file, which it maps: pages of one that stays open count as memory."""
     if isinstance(file, _Tensors):
         yield file

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from dschat_lora.algos.segments import Spans
 from dschat_lora.kernels.support import next_power_of_2
+from dschat_lora.models.blocks import CHECKPOINT
 from dschat_lora.models.cuda_graphs import Record, Step, first_cause, has_failed, run_watching
 
 MOST_SHAPES = 32  # that are recorded, as each takes memory; others run as they are
@@ -212,9 +213,8 @@ class TrainingGraphs:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 # Nothing is drawn, and the state of what would is not to be read in a graph.
-                function: Any = module._gradient_checkpointing_func
-                again: Any = partial(function, preserve_rng_state=False)
-                module._gradient_checkpointing_func = again
+                again = partial(vars(module)[CHECKPOINT], preserve_rng_state=False)
+                vars(module)[CHECKPOINT] = again
 
     def __call__(self, inputs: Inputs) -> Tensor | None:
         """(1, N', H) last hidden states of N <= N' tokens, which stay until the next call.
@@ -239,9 +239,8 @@ class TrainingGraphs:
             return None
         token = _Token()
         self._pending = weakref.ref(token)
-        replay: Any = _Replay.apply
         self._passes[shape].fill(inputs)
-        hidden: Tensor = replay(self._anchor, self._passes[shape], token)
+        hidden: Tensor = _Replay.apply(self._anchor, self._passes[shape], token)  # type: ignore[no-untyped-call]
         return hidden
 
     def leaves(self) -> dict[str, Tensor]:

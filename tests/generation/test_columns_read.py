@@ -21,6 +21,6 @@ def test_a_small_batch_does_so_too(copies, most, monkeypatch):
         monkeypatch.setattr(module, "COLUMN_BUCKET", 32)
     monkeypatch.setattr(batch_state, "PROMPT_BUCKET", 16)
     options = {"median": 64, "most": 256, "prompt": (32, 64)}
-    found = decoded(rows=16, responses=16, copies=copies, **options)
+    counts = decoded(rows=16, responses=16, copies=copies, **options)
     # Blocks are not a fourth as large.
-    assert (found.exact + found.combined) / found.masked <= most
+    assert (counts.exact + counts.combined) / counts.masked <= most

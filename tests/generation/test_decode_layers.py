@@ -53,8 +53,8 @@ def drawn(model, sampling=DRAWN, *, rows=0, **options):
     decoding_forwards(model, {})  # which tries them once
     decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(rows, 0), **options)
     with Operators() as seen:
-        found = decoder(PROMPTS[:2], sampling, seeds=SEEDS, keep_logprobs=True)
-    return found.tokens(), [*found.logprobs(), *found.sampler_logprobs()], seen.counts
+        responses = decoder(PROMPTS[:2], sampling, seeds=SEEDS, keep_logprobs=True)
+    return responses.tokens(), [*responses.logprobs(), *responses.sampler_logprobs()], seen.counts
 
 
 def same(found, expected):
@@ -76,9 +76,9 @@ def test_texts_and_logprobs_are_those_of_the_layers(kind, merged, kernels, opera
     expected = drawn(model, merged=merged)
     assert not any(name in expected[2] for name in ("place_heads", "add_low_rank"))
     operators(kernels=kernels)
-    found = drawn(model, merged=merged)
-    same(found, expected)
-    assert found[2]["place_heads"] == 3 * 2, "one a step and layer"
+    said = drawn(model, merged=merged)
+    same(said, expected)
+    assert said[2]["place_heads"] == 3 * 2, "one a step and layer"
 
 
 @pytest.mark.parametrize("kind", KINDS if ALL else ["llama", "opt"])
@@ -108,9 +108,9 @@ def test_tokens_are_drawn_and_their_logprobs_kept_by_the_same_options(draws, opt
     model, sampling = tiny_model("llama"), Sampling(4, **options)
     expected = drawn(model, sampling)
     operators()
-    found = drawn(model, sampling)
-    same(found, expected)
-    assert found[2].get("draw_token", 0) == draws
+    kernels = drawn(model, sampling)
+    same(kernels, expected)
+    assert kernels[2].get("draw_token", 0) == draws
 
 
 @pytest.mark.parametrize("unpacked", [True, False])
@@ -122,10 +122,10 @@ def test_bases_in_four_bits_say_the_same(kind, unpacked, operators, model_direct
     model = adapted(load_causal_lm(path, load_config(path, config), config, **options), 0)
     expected = drawn(model, unpacked=unpacked)
     operators()
-    found = drawn(model, unpacked=unpacked)
-    same(found, expected)
-    assert ("low_rank_residual" in found[2]) == unpacked
-    assert found[2]["place_heads"] == 3 * 2
+    kernels = drawn(model, unpacked=unpacked)
+    same(kernels, expected)
+    assert ("low_rank_residual" in kernels[2]) == unpacked
+    assert kernels[2]["place_heads"] == 3 * 2
 
 
 @pytest.mark.skipif(not MIXED, reason="the add-on is not there")
@@ -170,9 +170,9 @@ def test_layers_with_hooks_within_and_models_that_are_to_stay_plain_are_left(ope
     expected = drawn(model)
     operators()
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    found = drawn(model)
-    same(found, expected)
-    assert (len(seen), found[2]["place_heads"]) == (4, 3)
+    kernels = drawn(model)
+    same(kernels, expected)
+    assert (len(seen), kernels[2]["place_heads"]) == (4, 3)
     hook.remove()
     keep_plain(model)
     assert "place_heads" not in drawn(share_parameters(model))[2]

@@ -96,8 +96,8 @@ def test_answers_end_with_their_first_end_of_sequence_whatever_goes_on_beside_th
     eos = frequent_token(model, PROMPTS, 12)
     expected = [generated(model, prompt, 12, eos) for prompt in PROMPTS]
     assert len({len(answer) for answer in expected}) > 1
-    found = run(model, PROMPTS, GREEDY, seeds=[[1, 2, 3]] * len(PROMPTS), eos_ids=[eos])
-    assert found == [[answer] * 3 for answer in expected]
+    answers = run(model, PROMPTS, GREEDY, seeds=[[1, 2, 3]] * len(PROMPTS), eos_ids=[eos])
+    assert answers == [[answer] * 3 for answer in expected]
 
 
 def test_any_of_several_tokens_ends_an_answer():
@@ -136,8 +136,8 @@ def test_a_model_without_position_ids_is_computed_the_slow_way():
     model = tiny_model("bloom", None, scale=0.2, vocab_size=40)
     assert not takes_cache(model)
     expected = [plainly(model, prompt, 12) for prompt in PROMPTS]
-    found = run(model, PROMPTS, GREEDY, seeds=[[1, 2]] * len(PROMPTS))
-    assert found == [[answer] * 2 for answer in expected]
+    answers = run(model, PROMPTS, GREEDY, seeds=[[1, 2]] * len(PROMPTS))
+    assert answers == [[answer] * 2 for answer in expected]
     eos = expected[0][3]
     cut = [answer[: answer.index(eos) + 1] if eos in answer else answer for answer in expected]
     assert run(model, PROMPTS, GREEDY, eos_ids=[eos]) == [[answer] for answer in cut]
@@ -182,8 +182,8 @@ def test_quick_linear_layers_compute_what_they_did(kind, products, monkeypatch):
         expected = model(input_ids=ids).logits
         with FastLinears(model).in_use():
             assert "forward" in vars(layer)
-            found = model(input_ids=ids).logits
-    assert_same_sums(found, expected)
+            logits = model(input_ids=ids).logits
+    assert_same_sums(logits, expected)
 
 
 SAMPLINGS = [
@@ -274,9 +274,9 @@ FILTERS = [
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 def test_filters_keep_what_their_definitions_keep(sampling):
     logits = 2 * torch.randn(6, 31, generator=torch.Generator().manual_seed(3))
-    found = keep_top(logits / sampling.temperature, sampling).softmax(-1)
+    kept = keep_top(logits / sampling.temperature, sampling).softmax(-1)
     expected = torch.tensor([plain_distribution(row, sampling) for row in logits])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(kept, expected)
 
 
 def test_tokens_tied_with_the_last_one_kept_stay():
@@ -302,11 +302,11 @@ def test_drawn_tokens_follow_the_exact_distribution(sampling):
     count = 20_000
     uniform = uniforms(range(count), 1)[:, 0]
     drawn = sample_tokens(logits.expand(count, -1), uniform, sampling)
-    found = torch.bincount(drawn, minlength=12)
+    counts = torch.bincount(drawn, minlength=12)
     expected = count * torch.tensor(plain_distribution(logits[0], sampling))
-    assert not found[expected == 0].any()
+    assert not counts[expected == 0].any()
     possible = expected > 0
-    misfit = ((found - expected)[possible] ** 2 / expected[possible]).sum()
+    misfit = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
     # chi-square of at most 11 degrees of freedom: above 31.3 once in a thousand times
     assert misfit < 31.3
 
@@ -411,9 +411,9 @@ def test_steps_of_fixed_shapes_repeated_from_a_recording_equal_plain_ones(make, 
     with FastLinears(model).in_use(), fast_attention(model):
         options = {"buckets": True, "record": record}
         rows, responses = rows_of(model, PROMPTS, sampling, seeds, ends, **options)
-        found = drive(rows, responses, look_every=4)
-    assert found == [text for each in expected for text in each]
-    assert {30} < {len(text) for text in found}, "some end, some do not"
+        answers = drive(rows, responses, look_every=4)
+    assert answers == [text for each in expected for text in each]
+    assert {30} < {len(text) for text in answers}, "some end, some do not"
     # ten sequences in 16 rows at first, and columns for 17 + 30 tokens by twelves
     assert 3 < len(tapes) < 15
 
@@ -453,8 +453,8 @@ def test_models_of_one_base_share_the_places_of_its_weights():
     place = weight.data_ptr()
     for number in (0, 1, 0):
         with linears[number].in_use():
-            found = (base, twin)[number](ids).logits
-        torch.testing.assert_close(found, expected[number])
+            logits = (base, twin)[number](ids).logits
+        torch.testing.assert_close(logits, expected[number])
     FastLinears(base, stacked=True)
     assert weight.data_ptr() == place
 
@@ -511,8 +511,8 @@ def test_a_layer_that_is_given_another_input_reads_its_own():
     inputs = [(x, y, x), (x, x, y), (y, x, x)]
     expected = [[f(z) for f, z in zip(layers, each, strict=True)] for each in inputs]
     with FastLinears(model, stacked=True).in_use():
-        found = [[f(z) for f, z in zip(layers, each, strict=True)] for each in inputs]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        outputs = [[f(z) for f, z in zip(layers, each, strict=True)] for each in inputs]
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
 class Count(TorchDispatchMode):
@@ -546,12 +546,12 @@ def test_a_decoder_keeps_its_recordings_while_the_weights_stay_where_they_are(mo
     for call, number in enumerate((5, 2, 5, 4)):
         prompts, seeds = PROMPTS[:number], [[call, call + 10]] * number
         arguments = {"seeds": seeds, "keep_logprobs": call % 2 == 0}
-        found = decoder(prompts, sampling, **arguments)
-        texts.append(found.tokens())
+        responses = decoder(prompts, sampling, **arguments)
+        texts.append(responses.tokens())
         expected = plain(prompts, sampling, **arguments)
         assert texts[-1] == expected.tokens()
         if call % 2 == 0:
-            assert found.logprobs() == expected.logprobs()
+            assert responses.logprobs() == expected.logprobs()
         for layer in adapter_layers(model).values():  # as an optimizer's step
             layer.lora_B.mul_(1.5)
     assert texts[0] != texts[2]
@@ -578,8 +578,8 @@ def test_a_step_that_cannot_be_recorded_is_told_once_and_run_as_it_is(monkeypatc
 
     rows, responses = rows_of(model, PROMPTS, Sampling(6), seeds, buckets=True, record=refuse)
     with pytest.warns(UserWarning, match="without CUDA graphs, more slowly: no graph today$"):
-        found = drive(rows, responses)
-    assert [[text] for text in found] == run(model, PROMPTS, Sampling(6), seeds=seeds)
+        answers = drive(rows, responses)
+    assert [[text] for text in answers] == run(model, PROMPTS, Sampling(6), seeds=seeds)
     assert len(attempts) == 1
 
 
@@ -611,9 +611,9 @@ def test_prompts_are_read_in_few_widths_where_shapes_are_to_be_few(
     )
     sampling, seeds = Sampling(12), [[i, i + 9] for i in range(len(PROMPTS))]
     options = {"eos_ids": [], "pad_id": PAD, "device": CPU}
-    found = Decoder(model, **options, record=lambda step: step)(PROMPTS, sampling, seeds=seeds)
+    responses = Decoder(model, **options, record=lambda step: step)(PROMPTS, sampling, seeds=seeds)
     assert widths == [width] + [1] * 11
-    assert found.tokens() == Decoder(model, **options)(PROMPTS, sampling, seeds=seeds).tokens()
+    assert responses.tokens() == Decoder(model, **options)(PROMPTS, sampling, seeds=seeds).tokens()
 
 
 def test_ended_rows_are_let_go_and_the_living_move_into_their_places():
@@ -776,9 +776,9 @@ def test_logprobs_kept_are_those_of_a_plain_forward_before_any_filter(kind, temp
     decoder = Decoder(model, eos_ids=range(8), pad_id=PAD, device=CPU)
     own = [seeds[i : i + copies] for i in range(0, len(seeds), copies)]
     responses = decoder(PROMPTS, sampling, seeds=own, keep_logprobs=True)
-    texts, found = responses.tokens(), responses.logprobs()
+    texts, kept = responses.tokens(), responses.logprobs()
     assert {len(text) for text in texts} > {9}, "some end early"
-    for number, (tokens, logprobs) in enumerate(zip(texts, found, strict=True)):
+    for number, (tokens, logprobs) in enumerate(zip(texts, kept, strict=True)):
         prompt = PROMPTS[number // copies]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0] / temperature

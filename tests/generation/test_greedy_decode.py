@@ -46,8 +46,10 @@ def test_any_end_token_ends_an_answer(ends, expected):
     torch.nn.init.zeros_(model.lm_head.weight)
     model.lm_head.bias = torch.nn.Parameter(torch.eye(40)[7] * 9.0)
     device = torch.device("cpu")
-    found = greedy_decode(model, TOKENIZER, [[5, 6]], eos_ids=ends, max_new_tokens=4, device=device)
-    assert found == [expected]
+    answers = greedy_decode(
+        model, TOKENIZER, [[5, 6]], eos_ids=ends, max_new_tokens=4, device=device
+    )
+    assert answers == [expected]
 
 
 def test_answer_ends_with_its_first_end_of_sequence():
@@ -76,7 +78,7 @@ def test_prompt_without_room_for_an_answer_keeps_its_end(name):
         table = model.model.decoder.embed_positions
         table.weight = torch.nn.Parameter(table.weight[: limit + 2])
     prompt = [3 + (7 * i) % 31 for i in range(40)]
-    (found,) = greedy_decode(
+    (answers,) = greedy_decode(
         model,
         TOKENIZER,
         [prompt],
@@ -84,4 +86,4 @@ def test_prompt_without_room_for_an_answer_keeps_its_end(name):
         max_new_tokens=6,
         device=torch.device("cpu"),
     )
-    assert found == greedy(model, prompt[-10:], 6)
+    assert answers == greedy(model, prompt[-10:], 6)

@@ -85,10 +85,10 @@ def test_a_samplers_logprobs_are_those_of_unrounded_logits(kind, dtype, fp32_pro
     given, _ = watch_head(model)
     decoder = Decoder(model, eos_ids=[], pad_id=0, device=CPU)
     seeds = [[n] for n in range(len(PROMPTS))]
-    found = decoder(PROMPTS, Sampling(8), seeds=seeds, keep_logprobs=True)
+    responses = decoder(PROMPTS, Sampling(8), seeds=seeds, keep_logprobs=True)
     hidden = torch.stack([each[:, -1] for each in given], 1)
-    expected = picked(logprobs_by_hand(model, kind, hidden), found.tokens())
-    torch.testing.assert_close(torch.tensor(found.logprobs()).double(), expected, **CLOSE)
+    expected = picked(logprobs_by_hand(model, kind, hidden), responses.tokens())
+    torch.testing.assert_close(torch.tensor(responses.logprobs()).double(), expected, **CLOSE)
 
 
 def trained_logprobs(model, kind, ids, **options):
@@ -114,9 +114,9 @@ def test_a_policys_logprobs_are_those_of_unrounded_logits(kind, trains, fp32_pro
     with torch.no_grad():
         hidden = []
         model.base_model.register_forward_hook(lambda *args: hidden.append(args[-1][0]))
-        found = trained_logprobs(model, kind, ids, entropy_trains=trains)
+        logprobs = trained_logprobs(model, kind, ids, entropy_trains=trains)
     expected = picked(logprobs_by_hand(model, kind, hidden[-1][0, :-1]), ids[1:])
-    torch.testing.assert_close(found.double(), expected, **CLOSE)
+    torch.testing.assert_close(logprobs.double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

@@ -38,8 +38,8 @@ def drawn(model, copies, *, prompts=PROMPTS, new_tokens=14, **options):
     """Texts and log-probabilities; with ``calls`` by the operators, whose columns are noted."""
     decoder = Decoder(model, eos_ids=range(3, 9), pad_id=0, device=CPU, **options)
     seeds = [[10 * n + copy for copy in range(copies)] for n in range(len(prompts))]
-    found = decoder(prompts, Sampling(new_tokens), seeds=seeds, keep_logprobs=True)
-    return found.tokens(), found.logprobs()
+    responses = decoder(prompts, Sampling(new_tokens), seeds=seeds, keep_logprobs=True)
+    return responses.tokens(), responses.logprobs()
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_a_later_call_shares_its_own_prompts(largest, columns):
 
     def said(decoder):
         for prompts in calls:
-            found = decoder(prompts, Sampling(9), seeds=[[0, 1], [2, 3]])
-            yield [list(tokens) for tokens in found.tokens()]
+            responses = decoder(prompts, Sampling(9), seeds=[[0, 1], [2, 3]])
+            yield [list(tokens) for tokens in responses.tokens()]
 
     options = {"eos_ids": (), "pad_id": 0, "device": CPU}
     plain, _ = [*said(Decoder(model, **options))], columns()
@@ -183,12 +183,12 @@ def test_other_options_and_shapes_are_left_to_masked_attention(case, options, se
     vars(mask)["columns"] = OwnColumns(first, first, last)
     given = mask + 0 if case == "mask is another" else mask
     arguments = None, query, keys, keys[..., narrower:], given
-    found, _ = attend_by_kernel(
+    output, _ = attend_by_kernel(
         lambda *_, **given: (told.append(given), None), *arguments, **options
     )
     assert (not told) == (served and case == "alike")
     if not told:
         expected = torch.nn.functional.scaled_dot_product_attention(query, keys, keys)
-        torch.testing.assert_close(found, expected.transpose(1, 2))
+        torch.testing.assert_close(output, expected.transpose(1, 2))
     else:
         assert told == [{"scaling": None, **options}]

@@ -37,8 +37,8 @@ def test_each_row_attends_to_the_prompt_that_it_answers(key_heads, sequences):
     if rows >= 2 * PROMPT_COUNT:
         key[:, :, :WIDTH], value[:, :, :WIDTH] = torch.nan, torch.nan
     key.prompts = value.prompts = SharedPrompts(*prompts, torch.tensor(sequences), COPIES)
-    found, _ = attend_by_products(None, query, key, value, mask, scaling=0.7)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    output, _ = attend_by_products(None, query, key, value, mask, scaling=0.7)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ def drawn(model, options=GREEDY, *, prompts=PROMPTS, seeds=SEEDS, rows=3, **more
     decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(rows, 0), **more)
     sampling = Sampling(30, **options)
     limits = LIMITS if prompts is PROMPTS else None
-    found = decoder(prompts, sampling, seeds=seeds, limits=limits, keep_logprobs=True)
-    return decoder, found
+    responses = decoder(prompts, sampling, seeds=seeds, limits=limits, keep_logprobs=True)
+    return decoder, responses
 
 
 def static(model, options=GREEDY, **more):
@@ -58,8 +58,8 @@ def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(kind, poll
     model = adapted(tiny_model(kind), 0)
     tapes, options = [], {"temperature": 0.7}
     record = lambda step: tapes.append(Tape(step)) or tapes[-1]  # noqa: E731
-    decoder, found = drawn(model, options, record=record, rows=5, refill_share=0.4)
-    same(static(model, options), found)
+    decoder, responses = drawn(model, options, record=record, rows=5, refill_share=0.4)
+    same(static(model, options), responses)
     same(static(model, options, seeds=(others := [[9, 8]] * 5)), again(decoder, others, options))
     # What was recorded draws by its own options, into its own table.
     same(static(model, {"temperature": 0.2}), again(decoder, SEEDS, {"temperature": 0.2}))
@@ -70,17 +70,17 @@ def test_rows_that_draw_several_tokens_between_two_looks_say_the_same(kind, poll
     ("share", "joins"), [(0.0, [4, 1, 1, 1, 1]), (0.5, [4, 2, 2]), (1.0, [4, 4])]
 )
 def test_prompts_are_read_once_a_share_of_the_rows_is_free(share, joins, monkeypatch):
-    found, join = [], SlotRows.join
+    counts, join = [], SlotRows.join
     monkeypatch.setattr(
         SlotRows,
         "join",
-        lambda rows, prompts, *rest: found.append(len(prompts)) or join(rows, prompts, *rest),
+        lambda rows, prompts, *rest: counts.append(len(prompts)) or join(rows, prompts, *rest),
     )
     model, prompts = tiny_model("llama"), [[5 + n, 6] for n in range(8)]
     options = {"seeds": [[n] for n in range(8)], "limits": [2, 3, 4, 5, 6, 7, 8, 9]}
     decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(4, 0), refill_share=share)
     text = decoder(prompts, Sampling(9), **options).tokens()
-    assert found == joins
+    assert counts == joins
     plain = Decoder(model, eos_ids=(), pad_id=0, device=CPU)
     assert text == plain(prompts, Sampling(9), **options).tokens()
 
@@ -111,8 +111,8 @@ def test_a_sequence_that_ends_between_two_looks_leaves_at_the_second(monkeypatch
     passes, end = [], text[2]
     model.register_forward_pre_hook(lambda module, args: passes.append(module))
     decoder = Decoder(model, eos_ids=[end], largest=(1, 0), **options)
-    found = decoder([[5, 6]], sampling, seeds=[[0, 0]]).tokens()
-    assert found == [text[: 1 + text.index(end)]] * 2
+    responses = decoder([[5, 6]], sampling, seeds=[[0, 0]]).tokens()
+    assert responses == [text[: 1 + text.index(end)]] * 2
     assert text.index(end) == 2
     assert len(passes) == 2 * (1 + 3), "each prompt, and three steps"
 
@@ -124,13 +124,13 @@ def test_a_prompt_takes_of_a_running_row_the_tokens_that_were_drawn_for_it(monke
     # They join when the first has drawn some tokens: one begins with them, one with other ones.
     prompts = [first, [9, 10], [*first, *text[:4], 11], [*first, *text[1:5], 11]]
     given = {"limits": [30, 8, 5, 5], "seeds": [[0], [1], [2], [3]]}
-    found, plain = (
+    responses, plain = (
         Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(rows, 0))(
             prompts, Sampling(30, **options), **given
         )
         for rows in (2, 4)
     )
-    assert found.tokens() == plain.tokens()
+    assert responses.tokens() == plain.tokens()
 
 
 def again(decoder, seeds, options):
@@ -153,12 +153,12 @@ def test_a_prompt_is_read_once_for_its_copies_and_not_again_while_a_row_holds_it
     prompt = list(range(3, 25))
     decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(3, 0))
     options = {"seeds": [[0, 1], [2, 3]], "limits": [4, 9]}
-    found = decoder([prompt] * 2, Sampling(9), **options)
+    responses = decoder([prompt] * 2, Sampling(9), **options)
     # Of four rows three at a time; the fourth finds all but the last token of its prompt.
     assert read[0] == (1, 22)
     assert [shape for shape in read if shape[0] == 1 and shape[1] > 3] == [(1, 22)]
     plain = Decoder(model, eos_ids=(), pad_id=0, device=CPU)
-    assert found.tokens() == plain([prompt] * 2, Sampling(9), **options).tokens()
+    assert responses.tokens() == plain([prompt] * 2, Sampling(9), **options).tokens()
 
 
 def test_rows_of_sequences_that_have_ended_are_refilled():
@@ -169,12 +169,12 @@ def test_rows_of_sequences_that_have_ended_are_refilled():
     prompts, limits = [[5, 6], [7, 8], [9, 10], [11, 12]], [2, 9, 4, 3]
     decoder = Decoder(model, eos_ids=(), pad_id=0, device=CPU, largest=(2, 0))
     options = {"seeds": [[0], [1], [2], [3]], "limits": limits}
-    found = decoder(prompts, Sampling(9), **options)
+    responses = decoder(prompts, Sampling(9), **options)
     # Two prompts and a step; the third takes the first one's place, the fourth the third's.
     assert steps == [2, 2, 1, 2, 2, 2, 1, 2, 2, 1, 1]
-    assert [*map(len, found.tokens())] == limits
+    assert [*map(len, responses.tokens())] == limits
     plain = Decoder(model, eos_ids=(), pad_id=0, device=CPU)
-    assert found.tokens() == plain(prompts, Sampling(9), **options).tokens()
+    assert responses.tokens() == plain(prompts, Sampling(9), **options).tokens()
 
 
 def test_calls_of_other_sampling_and_size_keep_what_was_recorded():
@@ -208,14 +208,14 @@ def test_a_sequence_that_can_draw_nothing_takes_none_of_its_prompt_along():
     model, prompt, options = tiny_model("llama"), list(range(3, 25)), {"pad_id": 0, "device": CPU}
     with torch.no_grad():
         model.get_input_embeddings().weight[33] = torch.nan
-    plain, found = (
+    plain, responses = (
         Decoder(model, eos_ids=(), largest=(rows, 0), **options)(
             [prompt], Sampling(20), seeds=[range(12)]
         )
         for rows in (12, 2)
     )
-    assert found.undrawn() == plain.undrawn()
-    assert found.tokens() == plain.tokens()
+    assert responses.undrawn() == plain.undrawn()
+    assert responses.tokens() == plain.tokens()
     assert 0 < sum(plain.undrawn()) < 12
 
 
@@ -225,8 +225,8 @@ def test_rows_are_given_up_once_the_needed_prompts_have_their_responses(needed):
     _, whole = drawn(model)
     decoder = Decoder(model, eos_ids=[2], pad_id=0, device=CPU, largest=(3, 0))
     expected = [list(own) for own in whole.tokens()]
-    found = decoder(PROMPTS, Sampling(30, **GREEDY), seeds=SEEDS, limits=LIMITS, needed=needed)
-    groups = [found.cut[2 * n : 2 * n + 2] for n in range(len(PROMPTS))]
+    responses = decoder(PROMPTS, Sampling(30, **GREEDY), seeds=SEEDS, limits=LIMITS, needed=needed)
+    groups = [responses.cut[2 * n : 2 * n + 2] for n in range(len(PROMPTS))]
     assert groups.count([False, False]) == needed
-    for own, other, cut in zip(found.tokens(), expected, found.cut, strict=True):
+    for own, other, cut in zip(responses.tokens(), expected, responses.cut, strict=True):
         assert cut or own == other

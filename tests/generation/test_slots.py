@@ -24,7 +24,7 @@ WANTS = [12, 3, 9, 6, 14, 5]
 
 def transformers_greedy(model, prompt, count):
     ids = torch.tensor([prompt])
-    found = model.generate(
+    output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=count,
@@ -32,7 +32,7 @@ def transformers_greedy(model, prompt, count):
         eos_token_id=None,
         pad_token_id=0,
     )
-    return found[0, len(prompt) :].tolist()
+    return output[0, len(prompt) :].tolist()
 
 
 @torch.inference_mode()
@@ -146,15 +146,15 @@ def test_nothing_recorded_is_replayed_once_the_cache_has_grown(monkeypatch):
         return tapes[-1]
 
     for each in (None, record):
-        rows, found = SlotRows(tiny_model("llama"), pad_id=0, record=each), []
+        rows, steps = SlotRows(tiny_model("llama"), pad_id=0, record=each), []
         with rows.kernels():
             rows.join([[5, 6]], [0])
-            found += [rows.step([7]).clone() for _ in range(3)]  # recorded, and replayed
+            steps += [rows.step([7]).clone() for _ in range(3)]  # recorded, and replayed
             rows.join([list(range(3, 23))], [0])  # which needs more rows and columns
-            found += [rows.step([8, 9])[:1].clone()]
+            steps += [rows.step([8, 9])[:1].clone()]
             rows.leave(1)
-            found += [rows.step([10]).clone()]  # of the shape of before
-        logits.append(torch.cat(found))
+            steps += [rows.step([10]).clone()]  # of the shape of before
+        logits.append(torch.cat(steps))
     assert len(tapes) == 1
     torch.testing.assert_close(*logits)
 
@@ -171,10 +171,10 @@ def test_another_request_takes_a_row_of_the_shape_that_is_recorded():
         rows = SlotRows(tiny_model("llama"), pad_id=0, record=each)
         with rows.kernels():
             rows.join([[5, 6], [7], [8, 9, 10]], [0] * 3)
-            found = [rows.step([11] * 3).clone() for _ in range(2)]
+            steps = [rows.step([11] * 3).clone() for _ in range(2)]
             rows.join([[12, 13]], [0])
-            found += [rows.step([14] * 4).clone() for _ in range(2)]
-        logits.append(torch.cat(found))
+            steps += [rows.step([14] * 4).clone() for _ in range(2)]
+        logits.append(torch.cat(steps))
     assert len(tapes) == 1, "three rows in four"
     torch.testing.assert_close(*logits)
 
@@ -212,9 +212,9 @@ def test_a_prompt_takes_what_it_has_in_common_with_a_running_row_of_its_adapter(
     other = SlotRows(model, chosen, pad_id=0)
     with rows.kernels():
         rows.join([[5, 6], text], [0, 1])
-        logits, found = rows.join(prompts, numbers)
+        logits, taken = rows.join(prompts, numbers)
         anew, _ = other.join(prompts, numbers)
-    assert found == known
+    assert taken == known
     torch.testing.assert_close(logits, anew, atol=1e-4, rtol=1e-4)
 
 

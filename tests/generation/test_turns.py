@@ -16,8 +16,8 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], list(range(3, 20)), [21]]
 def decoded(model, prompts, limits=None, *, copies=1, most=12):
     decoder = Decoder(model, eos_ids=[2], pad_id=0, device=torch.device("cpu"))
     seeds = [[10 * n + k for k in range(copies)] for n in range(len(prompts))]
-    found = decoder(prompts, Sampling(most), seeds=seeds, limits=limits, keep_logprobs=True)
-    return found.tokens(), found.logprobs()
+    responses = decoder(prompts, Sampling(most), seeds=seeds, limits=limits, keep_logprobs=True)
+    return responses.tokens(), responses.logprobs()
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama", "neox"])
@@ -25,8 +25,8 @@ def test_each_sequence_ends_at_its_limit_and_says_what_it_says_without(kind):
     model = tiny_model(kind)
     whole, logprobs = decoded(model, PROMPTS, copies=2)
     limits = [n for n in LIMITS for _ in range(2)]
-    found, drawn = decoded(model, PROMPTS, LIMITS, copies=2)
-    assert found == [tokens[:n] for tokens, n in zip(whole, limits, strict=True)]
+    texts, drawn = decoded(model, PROMPTS, LIMITS, copies=2)
+    assert texts == [tokens[:n] for tokens, n in zip(whole, limits, strict=True)]
     for mine, expected, n in zip(drawn, logprobs, limits, strict=True):
         assert mine == pytest.approx(expected[:n], abs=1e-5)
 
@@ -35,9 +35,9 @@ def test_each_sequence_ends_at_its_limit_and_says_what_it_says_without(kind):
 def test_a_long_sequence_beside_a_short_one_needs_no_positions_that_the_model_lacks(kind):
     model = tiny_model(kind)  # 64 positions
     prompts, limits = [[7] * 60, *[[8, n] for n in range(20)]], [4, *[40] * 20]
-    found, _ = decoded(model, prompts, limits, most=40)
+    texts, _ = decoded(model, prompts, limits, most=40)
     alone, _ = decoded(model, prompts[:1], most=4)
-    assert found[0] == alone[0]
+    assert texts[0] == alone[0]
     with pytest.raises(AssertionError, match="60 tokens and 5 new ones exceed the model's 64"):
         decoded(model, prompts, [5, *[40] * 20], most=40)
 
@@ -66,14 +66,14 @@ def play(model, *, keeps, ends=(2, 7, 11, 13), **options):
     )
     cpu = torch.device("cpu")
     decoder = Decoder(model, eos_ids=ends, pad_id=0, device=cpu, retains=keeps, **options)
-    sampling, rng, found = Sampling(8), random.Random(0), []
+    sampling, rng, turns = Sampling(8), random.Random(0), []
     histories = [list(prompt) for prompt in PROMPTS for _ in range(2)]
     rows = list(range(len(histories)))
     seeds = [[10 * n, 10 * n + 1] for n in range(len(PROMPTS))]
     result = decoder(PROMPTS, sampling, seeds=seeds, keep_logprobs=True)
     for turn in range(3):
         tokens, logprobs = result.tokens(), result.logprobs()
-        found.append((rows, tokens, logprobs))
+        turns.append((rows, tokens, logprobs))
         known = {}
         for place, row in enumerate(rows):
             histories[row] += tokens[place]
@@ -90,7 +90,7 @@ def play(model, *, keeps, ends=(2, 7, 11, 13), **options):
             keep_logprobs=True,
         )
     hook.remove()
-    return found, computed
+    return turns, computed
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -126,8 +126,8 @@ def test_what_follows_kept_tokens_is_read_in_few_widths(kind, known, width, monk
     model.register_forward_pre_hook(
         lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    found = decoder([text], sampling, seeds=[[1]], prefixes=[(0, known)]).tokens()
+    texts = decoder([text], sampling, seeds=[[1]], prefixes=[(0, known)]).tokens()
     # 32 columns, of which 12 are left to the answer.
     assert widths == [width] + [1] * 11
     plain = Decoder(model, **options, device=cpu)
-    assert found == plain([text], sampling, seeds=[[1]]).tokens()
+    assert texts == plain([text], sampling, seeds=[[1]]).tokens()

@@ -100,14 +100,14 @@ def test_a_sequence_whose_token_cannot_be_drawn_ends_and_the_others_do_not(kind,
     expected, logprobs = whole.tokens(), whole.logprobs()
     assert whole.undrawn() == [False] * 3
     model.set_output_embeddings(Spoilt(model.get_output_embeddings(), [(0, 2), (1, 0)]))
-    found = Decoder(model, **options)(PROMPTS, sampling, seeds=seeds, keep_logprobs=True)
-    assert found.undrawn() == [True, False, True]
-    assert found.tokens()[0][:-1] == expected[0][:1]
-    assert found.tokens()[1] == expected[1]
-    assert [len(tokens) for tokens in found.tokens()] == [2, 4, 1]
-    torch.testing.assert_close(found.logprobs()[1], logprobs[1], rtol=0, atol=1e-5)
-    assert math.isnan(found.logprobs()[0][1])
-    assert math.isnan(found.logprobs()[2][0])
+    responses = Decoder(model, **options)(PROMPTS, sampling, seeds=seeds, keep_logprobs=True)
+    assert responses.undrawn() == [True, False, True]
+    assert responses.tokens()[0][:-1] == expected[0][:1]
+    assert responses.tokens()[1] == expected[1]
+    assert [len(tokens) for tokens in responses.tokens()] == [2, 4, 1]
+    torch.testing.assert_close(responses.logprobs()[1], logprobs[1], rtol=0, atol=1e-5)
+    assert math.isnan(responses.logprobs()[0][1])
+    assert math.isnan(responses.logprobs()[2][0])
 
 
 def test_a_caller_that_cannot_leave_answers_out_is_told():

@@ -38,11 +38,11 @@ def test_answers_are_those_of_generate_and_as_probable_as_in_training(kind):
     assert takes_cache(model) == (kind not in UNCACHED)
     seeds = [[10 * n, 10 * n + 1] for n in range(len(PROMPTS))]
     decoder = Decoder(model, eos_ids=[], pad_id=0, device=CPU)
-    found = decoder(PROMPTS, Sampling(6, do_sample=False), seeds=seeds).tokens()
+    texts = decoder(PROMPTS, Sampling(6, do_sample=False), seeds=seeds).tokens()
     for number, prompt in enumerate(PROMPTS):
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [VOCAB]}
         expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        assert found[2 * number : 2 * number + 2] == [expected] * 2
+        assert texts[2 * number : 2 * number + 2] == [expected] * 2
     # They end one by one, and rows that are left take their places.
     decoder = Decoder(model, eos_ids=range(2, 8), pad_id=0, device=CPU)
     drawn = decoder(PROMPTS, Sampling(12), seeds=seeds, keep_logprobs=True)
@@ -105,8 +105,8 @@ def test_what_a_state_has_passed_is_read_again_in_a_later_turn(kind):
     first = decoder(PROMPTS, Sampling(5), seeds=seeds, limits=[5, 2, 3, 1]).tokens()
     longer = [p + answer + [30, 31] for p, answer in zip(PROMPTS, first, strict=True)]
     prefixes = [(n, len(PROMPTS[n]) + len(first[n]) - 1) for n in range(len(PROMPTS))]
-    found = decoder(longer, Sampling(5), seeds=seeds, prefixes=prefixes).tokens()
-    assert found == Decoder(model, **options)(longer, Sampling(5), seeds=seeds).tokens()
+    texts = decoder(longer, Sampling(5), seeds=seeds, prefixes=prefixes).tokens()
+    assert texts == Decoder(model, **options)(longer, Sampling(5), seeds=seeds).tokens()
 
 
 def test_ranks_that_gather_weights_read_prompts_by_as_many_passes():
@@ -139,6 +139,6 @@ def test_a_model_that_decodes_otherwise_with_our_cache_goes_without(fault, monke
         SlotRows(model, pad_id=0)
     seeds = [[0]] * len(PROMPTS)
     decoder = Decoder(model, eos_ids=[], pad_id=0, device=CPU)
-    found = decoder(PROMPTS, Sampling(4, do_sample=False), seeds=seeds).tokens()
+    texts = decoder(PROMPTS, Sampling(4, do_sample=False), seeds=seeds).tokens()
     expected = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, eos_token_id=[VOCAB])
-    assert found[0] == expected[0, 3:].tolist()
+    assert texts[0] == expected[0, 3:].tolist()

@@ -81,6 +81,15 @@ def endless(model):
     return replace(model, name="endless", batch=batch, adapter=0, end_ids=frozenset())
 
 
+def on_endless(service, rows=4, queue=9):
+    """The service with a decoder and a model of its own, whose answers do not end."""
+    from dschat_lora.addons.serving.decoder import AnswerDecoder
+
+    model = endless(service.models["base"])
+    decoder = AnswerDecoder([model.batch], max_batch_size=rows, max_queue=queue)
+    return replace(service, models={"endless": model}, decoder=decoder)
+
+
 @contextmanager
 def running_server(service):
     """Within, a server of the service; gives its address."""
@@ -122,3 +131,25 @@ def send(address, method, path, body=None, headers=()):
     text = response.read()
     connection.close()
     return response.status, json.loads(text)
+
+
+def refused(status, answer):
+    """The message of an error in OpenAI's form: one line, no traceback."""
+    assert 400 <= status < 500, (status, answer)
+    assert answer.keys() == {"error"}
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    message = answer["error"]["message"]
+    assert message
+    assert "\n" not in message
+    assert len(message) < 1000
+    assert "Traceback" not in message
+    return message
+
+
+def check_answers(address):
+    """A plain request is answered."""
+    body = {"model": "a", "prompt": "Hi", "max_tokens": 1}
+    status, answer = send(address, "POST", "/v1/completions", body)
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 1
+    assert send(address, "GET", "/healthz")[1]["status"] == "ok"

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -32,10 +33,23 @@ class OnCopies:
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
 
 
-def define(schema, kernel, *, define=support.define, **options):
+def define(name, kernel, *, define=support.define, **options):
     """An operator of the package whose launches, in tests on a CPU, are on copies."""
-    return define(schema, OnCopies(kernel, os.environ["DSCHAT_LORA_KERNELS"]), **options)
+    return define(name, OnCopies(kernel, os.environ["DSCHAT_LORA_KERNELS"]), **options)
 
 
 if "DSCHAT_LORA_KERNELS" in os.environ:
     support.define = define
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "kernel"])
+def by_kernel(request, monkeypatch):
+    """Once by torch, and once by Triton's interpreter."""
+    monkeypatch.setattr(support, "ON_CPU", request.param)
+    return request.param
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """By Triton's interpreter."""
+    monkeypatch.setattr(support, "ON_CPU", True)

@@ -5,18 +5,14 @@ import os
 import pytest
 import torch
 
-from dschat_lora.kernels import attention, support
+from dschat_lora.kernels import attention
 from dschat_lora.kernels.attention import COPIES, NOWHERE, OwnColumns, attend_own_columns
 from helpers.spread import ALL
 from scripts.columns_read import columns_read
 
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("interpreted")
 COLUMNS = 150
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(support, "ON_CPU", True)
 
 
 def split_among(monkeypatch, processors):
@@ -76,9 +72,9 @@ def test_rows_attend_to_their_own_columns(heads, key_heads, size, window, proces
     split_among(monkeypatch, processors)
     key, value = stores(len(FIRST), key_heads, size)
     query = draw(len(FIRST), heads, 1, size).transpose(1, 2)[:, 0]
-    found = attend_own_columns(query, key, value, of(FIRST, LAST, window=window), scale=0.3)
+    result = attend_own_columns(query, key, value, of(FIRST, LAST, window=window), scale=0.3)
     expected = row_by_row(query, key, value, FIRST, LAST, window)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -88,11 +84,11 @@ def test_products_of_16_bits_are_summed_in_32(dtype):
     key, value = stores(3, 2, 64, dtype)
     query = draw(3, 4, 64, dtype=dtype)
     first, last = [0, 0, 9], [149, 5, 149]
-    found = attend_own_columns(query, key, value, of(first, last), scale=0.3)
-    assert found.dtype == dtype
+    result = attend_own_columns(query, key, value, of(first, last), scale=0.3)
+    assert result.dtype == dtype
     expected = row_by_row(query, key, value, first, last)
     # Weights are rounded to 16 bits before the second product, as by fused attention.
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)
 
 
 # Prompts of three groups: of rows 0, 2, 5, 7, of rows 1 and 6, and row 3 alone; 4 has ended.
@@ -121,8 +117,8 @@ def test_rows_of_one_prompt_read_it_together(heads, key_heads, window, processor
     query = draw(8, heads, 32)
     expected = row_by_row(query, key, value, BEGIN, ENDS, window)
     columns = of(BEGIN, ENDS, own=SHARED, tiles=GROUPS, window=window)
-    found = attend_own_columns(query, key, value, columns, scale=0.3)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    result = attend_own_columns(query, key, value, columns, scale=0.3)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 60])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from dschat_lora.kernels import support
 from dschat_lora.kernels.heads import place_heads
 
 FP32, FP16 = torch.float32, torch.float16  # the interpreter multiplies no bf16
@@ -30,7 +29,7 @@ def case(rows, heads, key_heads, size, rank, *, norms, rotates, dtype=FP32, colu
     # Of a larger cache, whose layers hold more rows, keys and values beside one another.
     stores = numbers(2, rows + 2, key_heads, columns, size, seed=6, dtype=dtype)
     where = torch.arange(rows) * 5 % columns
-    found = []
+    made = []
     for number, part in enumerate(parts):
         x = part.double()
         if rank:
@@ -40,27 +39,24 @@ def case(rows, heads, key_heads, size, rank, *, norms, rotates, dtype=FP32, colu
             norm = Qwen3RMSNorm(size, EPS)
             norm.weight.data = weights[number].double()
             x = norm(x)
-        found.append(x)
+        made.append(x)
     if rotates:
-        pair = (x.transpose(0, 1)[None] for x in found[:2])
+        pair = (x.transpose(0, 1)[None] for x in made[:2])
         pair = apply_rotary_pos_emb(*pair, cos.double()[None], sin.double()[None])
-        found[:2] = (x[0].transpose(0, 1) for x in pair)
+        made[:2] = (x[0].transpose(0, 1) for x in pair)
     expected = stores.double()
     for row in range(rows):
-        expected[0, row, :, where[row]], expected[1, row, :, where[row]] = (
-            found[1][row],
-            found[2][row],
-        )
+        expected[:, row, :, where[row]] = torch.stack([made[1][row], made[2][row]])
     arguments = (*parts, inner, up, 0.5, cos, sin, *weights, EPS, *stores, where)
-    return arguments, stores, found[0].detach(), expected.detach()
+    return arguments, stores, made[0].detach(), expected.detach()
 
 
 def check(arguments, stores, queries, cache, dtype=FP32):
     before = [x.clone() for x in arguments[1:3]]
     place_heads(*arguments)
     limit = {FP32: 1e-6, FP16: 2**-11}[dtype]
-    for found, expected in ((arguments[0], queries), (stores, cache)):
-        assert (found.double() - expected).norm() < limit * expected.norm()
+    for given, expected in ((arguments[0], queries), (stores, cache)):
+        assert (given.double() - expected).norm() < limit * expected.norm()
     untouched = cache == cache.to(dtype)
     assert torch.equal(stores[untouched], cache[untouched].to(dtype))
     assert all(map(torch.equal, arguments[1:3], before)), "the products of keys and values stay"
@@ -69,19 +65,13 @@ def check(arguments, stores, queries, cache, dtype=FP32):
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize(("norms", "rotates"), itertools.product([False, True], repeat=2))
 @pytest.mark.parametrize("shape", [(1, 4, 2, 16, 4), (17, 2, 2, 24, 20), (3, 6, 1, 64, 0)])
-def test_heads_are_updated_normed_rotated_and_stored(shape, norms, rotates, dtype, monkeypatch):
-    monkeypatch.setattr(support, "ON_CPU", True)
+@pytest.mark.usefixtures("by_kernel")
+def test_heads_are_updated_normed_rotated_and_stored(shape, norms, rotates, dtype):
     check(*case(*shape, norms=norms, rotates=rotates, dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize(("norms", "rotates"), [(False, False), (True, True)])
-def test_on_a_cpu_the_same_is_computed_by_torch(norms, rotates):
-    check(*case(3, 4, 2, 16, 4, norms=norms, rotates=rotates))
-
-
-@pytest.mark.parametrize("on_cpu", [False, True])
-def test_all_rows_may_write_to_one_column(on_cpu, monkeypatch):
-    monkeypatch.setattr(support, "ON_CPU", on_cpu)
+@pytest.mark.usefixtures("by_kernel")
+def test_all_rows_may_write_to_one_column():
     arguments, stores, *_ = case(3, 2, 2, 16, 0, norms=False, rotates=False)
     place_heads(*arguments[:-1], torch.tensor([2]).expand(3))
     assert torch.equal(stores[0, :3, :, 2], arguments[1])

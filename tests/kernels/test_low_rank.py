@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from dschat_lora.kernels import low_rank, support
+from dschat_lora.kernels import low_rank
 
+pytestmark = pytest.mark.usefixtures("by_kernel")
 FP32, FP16 = torch.float32, torch.float16  # the interpreter multiplies no bf16
-
-
-@pytest.fixture(autouse=True)
-def by_kernels(monkeypatch):
-    monkeypatch.setattr(support, "ON_CPU", True)
 
 
 def numbers(*shape, seed=0, dtype=FP32):
@@ -29,9 +25,9 @@ def case(rows, sizes, rank, dtype=FP32, spare=3):
     return products, up, torch.cat(outputs, 1)
 
 
-def close(found, expected, dtype=FP32):
+def close(result, expected, dtype=FP32):
     """Within rounding of the type, of which fp32 has 1e-5 for sums in another order."""
-    error = (found.double() - expected).norm() / expected.norm()
+    error = (result.double() - expected).norm() / expected.norm()
     assert error < {FP32: 1e-6, FP16: 2**-11}[dtype], error
 
 
@@ -52,9 +48,9 @@ def test_a_relu_follows_the_update_and_lets_no_number_be_lost():
     products, up, expected = case(5, [40], 4)
     products[2, 7] = expected[2, 7] = torch.nan
     low_rank.add_low_rank(products, up, [40], 0.5, True)
-    found = products[:, :40]
-    assert found[2].isnan().nonzero().tolist() == [[7]]
-    close(found.nan_to_num(), expected.relu().nan_to_num())
+    result = products[:, :40]
+    assert result[2].isnan().nonzero().tolist() == [[7]]
+    close(result.nan_to_num(), expected.relu().nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
@@ -62,9 +58,9 @@ def test_a_relu_follows_the_update_and_lets_no_number_be_lost():
 def test_a_residual_is_added_to_a_layer_with_and_without_update(rank, dtype):
     products, up, expected = case(17, [70], rank, dtype)
     residual = numbers(17, 70, seed=2, dtype=dtype)
-    found = low_rank.low_rank_residual(products, up if rank else None, 0.5, residual)
-    close(found, expected + residual, dtype)
-    assert found.dtype == dtype
+    result = low_rank.low_rank_residual(products, up if rank else None, 0.5, residual)
+    close(result, expected + residual, dtype)
+    assert result.dtype == dtype
     assert torch.equal(residual, numbers(17, 70, seed=2, dtype=dtype)), "it stays as it is"
 
 
@@ -73,17 +69,5 @@ def test_a_residual_is_added_to_a_layer_with_and_without_update(rank, dtype):
 def test_gates_and_values_are_multiplied_after_their_updates(rank, dtype):
     products, up, expected = case(17, [70, 70], rank, dtype)
     gate, x = expected.chunk(2, 1)
-    found = low_rank.low_rank_swiglu(products, up if rank else None, 0.5, 70)
-    close(found, gate / (1 + (-gate).exp()) * x, dtype)
-
-
-def test_on_a_cpu_the_same_is_computed_by_torch(monkeypatch):
-    monkeypatch.setattr(support, "ON_CPU", False)
-    products, up, expected = case(5, [40, 40], 4)
-    gate, x = expected.chunk(2, 1)
-    close(low_rank.low_rank_swiglu(products, up, 0.5, 40), gate * gate.sigmoid() * x)
-    low_rank.add_low_rank(products, up, [40, 40], 0.5, False)
-    close(products[:, :80], expected)
-    products, up, expected = case(5, [40], 4)
-    residual = numbers(5, 40)
-    close(low_rank.low_rank_residual(products, up, 0.5, residual), expected + residual)
+    result = low_rank.low_rank_swiglu(products, up if rank else None, 0.5, 70)
+    close(result, gate / (1 + (-gate).exp()) * x, dtype)

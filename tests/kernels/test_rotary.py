@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from dschat_lora.kernels import support
 from dschat_lora.kernels.rotary import rotate
 
-
-@pytest.fixture(params=[False, True], ids=["plain", "kernel"], autouse=True)
-def by_kernel(request, monkeypatch):
-    monkeypatch.setattr(support, "ON_CPU", request.param)
+pytestmark = pytest.mark.usefixtures("by_kernel")
 
 
 def drawn(*shape):
@@ -30,11 +26,11 @@ def test_vectors_are_turned_by_angles_and_gradients_back(rows, heads, key_heads,
     k = drawn(2, 5, 3 + key_heads, size)[:, :, 3:].transpose(1, 2)
     angles = 3 * drawn(rows, 5, size // 2).double()
     cos, sin = (f(angles).float().repeat(1, 1, 2) for f in (torch.cos, torch.sin))
-    found = rotate(q, k, cos, sin, False)
-    torch.testing.assert_close([*found], [turned(x, angles) for x in (q, k)], rtol=1e-5, atol=1e-5)
-    back = rotate(*found, cos, sin, True)
+    result = rotate(q, k, cos, sin, False)
+    torch.testing.assert_close([*result], [turned(x, angles) for x in (q, k)], rtol=1e-5, atol=1e-5)
+    back = rotate(*result, cos, sin, True)
     torch.testing.assert_close([*back], [q, k], rtol=1e-5, atol=1e-5)
-    assert found[0].transpose(1, 2).is_contiguous()
+    assert result[0].transpose(1, 2).is_contiguous()
 
 
 def test_the_gradient_is_that_of_autograd_where_halves_differ():
@@ -46,8 +42,8 @@ def test_the_gradient_is_that_of_autograd_where_halves_differ():
         leaf = x.clone().requires_grad_()
         other = torch.cat([-leaf[..., 2:], leaf[..., :2]], -1)  # rotate_half of transformers
         expected += torch.autograd.grad(leaf * cos[:, None] + other * sin[:, None], leaf, grad)
-    found = rotate(*grads, cos, sin, True)
-    torch.testing.assert_close([*found], expected, rtol=1e-5, atol=1e-5)
+    result = rotate(*grads, cos, sin, True)
+    torch.testing.assert_close([*result], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_tables_that_lie_otherwise_and_no_tokens_are_taken():

@@ -11,10 +11,10 @@ from dschat_lora.kernels.rounding import FORMATS, _plain, round_at_random
 
 
 def drawn(values, dtype, seeds):
-    found = torch.empty(len(seeds), *values.shape, dtype=dtype)
-    for out, seed in zip(found, seeds, strict=True):
+    result = torch.empty(len(seeds), *values.shape, dtype=dtype)
+    for out, seed in zip(result, seeds, strict=True):
         round_at_random(out, values, seed)
-    return found.double()
+    return result.double()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -22,26 +22,26 @@ def test_each_value_becomes_a_neighbour_and_their_mean_is_the_value(dtype):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(300, generator=generator) * torch.logspace(-7, 2, 300)
     values[:3] = torch.tensor([0.0, 1.0, -0.5])  # have no neighbours but themselves
-    found = drawn(values, dtype, range(4000))
+    result = drawn(values, dtype, range(4000))
     # Neighbours by torch's own order of the numbers of a type.
     nearest = values.to(dtype)
     codes = nearest.view(torch.int16).int()
     towards = torch.where((values - nearest.float()) * values >= 0, 1, -1)
     other = torch.where(values == nearest.float(), codes, codes + towards)
     other = other.to(torch.int16).view(dtype).double()
-    assert ((found == nearest.double()) | (found == other)).all()
+    assert ((result == nearest.double()) | (result == other)).all()
     distance = (nearest.double() - other).abs()
-    off = (found.mean(0) - values.double()).abs()
+    off = (result.mean(0) - values.double()).abs()
     # Five standard deviations of the mean of 4,000 draws of two values.
     assert (off <= 5 * 0.5 * distance / 4000**0.5 + 1e-4 * distance).all()
-    assert torch.equal(found[:, :3], values[:3].double().expand(4000, -1))
+    assert torch.equal(result[:, :3], values[:3].double().expand(4000, -1))
 
 
 def test_places_and_seeds_draw_apart_and_again_the_same():
     values = torch.full((64, 64), 1 + 2.0**-8)  # half way to the next number
-    found = drawn(values, torch.bfloat16, [0, 0, 1])
-    assert torch.equal(found[0], found[1])
-    ups = found > 1
+    result = drawn(values, torch.bfloat16, [0, 0, 1])
+    assert torch.equal(result[0], result[1])
+    ups = result > 1
     for axis in (0, 1):  # neither rows nor columns agree
         assert 0.3 < (ups[0] == ups[0].roll(1, axis)).float().mean() < 0.7
     assert 0.3 < (ups[0] == ups[2]).float().mean() < 0.7
@@ -56,11 +56,11 @@ def test_the_kernel_gives_what_torch_gives(dtype, count, monkeypatch):
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(count, generator=generator) * torch.logspace(-9, 3, count)
     values[-1] = torch.inf
-    found, expected = torch.zeros(2, count, dtype=dtype)
-    round_at_random(found, values, 2**32 - 7)
+    result, expected = torch.zeros(2, count, dtype=dtype)
+    round_at_random(result, values, 2**32 - 7)
     _plain(expected, values, 2**32 - 7)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    assert not found[-1].isfinite()
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    assert not result[-1].isfinite()
 
 
 @pytest.mark.thorough

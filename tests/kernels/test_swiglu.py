@@ -4,13 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dschat_lora.kernels import support
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
 
-
-@pytest.fixture(params=[False, True], ids=["plain", "kernel"], autouse=True)
-def by_kernel(request, monkeypatch):
-    monkeypatch.setattr(support, "ON_CPU", request.param)
+pytestmark = pytest.mark.usefixtures("by_kernel")
 
 
 def drawn(*shape, count=3, dtype=torch.float32):
@@ -32,8 +28,8 @@ def test_products_and_gradients_are_those_of_autograd(features):
     torch.testing.assert_close(swiglu(gate, x), expected[0], rtol=1e-5, atol=1e-5)
     before = grad.clone()
     for product in (None, torch.zeros_like(x), grad):
-        found = swiglu_backward(grad, gate, x, product)
-        torch.testing.assert_close([*found], expected[1:], rtol=1e-5, atol=1e-5)
+        result = swiglu_backward(grad, gate, x, product)
+        torch.testing.assert_close([*result], expected[1:], rtol=1e-5, atol=1e-5)
         if product is None:
             assert torch.equal(grad, before)
         else:
@@ -45,18 +41,18 @@ def test_halves_of_a_matrix_and_columns_are_read_where_they_lie():
     grad, (gate, x) = grad[:, ::2], both.chunk(2, dim=1)
     expected = [each.float() for each in by_autograd(grad, gate, x)]
     torch.testing.assert_close(swiglu(gate, x), expected[0], rtol=1e-5, atol=1e-5)
-    found = swiglu_backward(grad, gate, x, None)
-    torch.testing.assert_close([*found], expected[1:], rtol=1e-5, atol=1e-5)
+    result = swiglu_backward(grad, gate, x, None)
+    torch.testing.assert_close([*result], expected[1:], rtol=1e-5, atol=1e-5)
 
 
-def test_bf16_is_rounded_once():
+def test_bf16_is_rounded_once(by_kernel):
     given = drawn(3, 200, dtype=torch.bfloat16)
     expected = by_autograd(*given)
-    found = [swiglu(*given[1:]), *swiglu_backward(*given, None)]
-    for value, exact in zip(found, expected, strict=True):
+    result = [swiglu(*given[1:]), *swiglu_backward(*given, None)]
+    for value, exact in zip(result, expected, strict=True):
         assert value.dtype == torch.bfloat16
         # Half a unit in the last of 8 bits; a whole one of the interpreter, which cuts off.
-        unit = 2**-7 if support.ON_CPU else 2**-8
+        unit = 2**-7 if by_kernel else 2**-8
         torch.testing.assert_close(value.double(), exact, rtol=unit + 1e-5, atol=1e-6)
 
 

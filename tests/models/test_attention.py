@@ -1,4 +1,7 @@
-"""Attention by spans: the states and gradients of a dense mask, and nothing for padding."""
+"""Attention by spans: made with batches, and left out where there are none.
+
+What it gives is that of each sequence alone, see test_packed_rows.py and test_pair_rows.py.
+"""
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from dschat_lora.rl.response.response import Response
 from dschat_lora.supervised import objectives as objective
 from dschat_lora.supervised.pair_objectives import dpo_objective, score_ends
 from helpers.pairs import ragged_pairs
-from helpers.tiny import KINDS, ragged_samples, tiny_model
+from helpers.tiny import ragged_samples, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -38,54 +41,28 @@ def batches():
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["packed", "full", "trees", "separate"])
-def test_spans_give_the_states_and_gradients_of_a_dense_mask(kind, name):
-    batch = batches()[name]
-    real = batch.segment_ids > 0
-    weights = torch.randn(real.sum(), 1, generator=torch.Generator().manual_seed(3))
-    results = []
-    for by_spans in (True, False):
-        model = tiny_model(kind)
-        backbone = Backbone(model)
-        assert backbone.skips_padding(CPU)
-        backbone.by_spans = by_spans
-        hidden = backbone(**inputs_of(batch))
-        (hidden[real] * weights).sum().backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        results.append((hidden, gradients))
-    (spans, own), (dense, theirs) = results
-    torch.testing.assert_close(spans[real], dense[real], rtol=1e-5, atol=1e-5)
-    assert not spans[~real].any()
-    assert len(own) == len(theirs)
-    whole = torch.nn.utils.get_total_norm(theirs)
-    for gradient, expected in zip(own, theirs, strict=True):
-        assert (gradient - expected).norm() <= 1e-5 * whole
-
-
 def test_spans_are_made_with_the_batch_and_used_by_every_loss(monkeypatch):
     def none(*ids):
         raise AssertionError("spans were looked for")
 
     monkeypatch.setattr(backbone_module, "find_spans", none)
     model = tiny_model("llama")
-    found = batches()
+    rows = batches()
     for name in ("packed", "full"):
-        assert objective.causal_lm_loss(CausalLMLoss(model), found[name]).total.isfinite()
+        assert objective.causal_lm_loss(CausalLMLoss(model), rows[name]).total.isfinite()
     loss = dpo_objective(DpoConfig(), lambda batch: batch.reference).loss
     for name in ("trees", "separate"):
-        assert loss(CausalLMLogprobs(model), found[name]).total.isfinite()
+        assert loss(CausalLMLogprobs(model), rows[name]).total.isfinite()
         model.score = torch.nn.Linear(32, 1)
-        assert score_ends(RewardModel(model), found[name]).isfinite().all()
+        assert score_ends(RewardModel(model), rows[name]).isfinite().all()
     responses = collate(
         [Response((5, 6), (7, 8), True, 0), Response((5,), (7,), True, 0)], [0, 1], 0
     )
     inputs = *responses.inputs, responses.logit_positions, responses.target_ids, 1.0
     assert Policy(model)(*inputs, responses.spans)[0].isfinite().all()
+    full = rows["full"]
     with pytest.raises(AssertionError, match="looked for"):
-        Backbone(model)(
-            found["full"].input_ids, found["full"].position_ids, found["full"].segment_ids
-        )
+        Backbone(model)(full.input_ids, full.position_ids, full.segment_ids)
 
 
 class Layer(torch.nn.Module):

@@ -7,8 +7,9 @@ from torch import nn
 
 from dschat_lora.algos.logprobs import GroupSums
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.models.causal_lm import CausalLMLoss
-from helpers.tiny import ragged_samples, tiny_model
+from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
+from helpers.rounding import assert_same_gradients, gradients_of
+from helpers.tiny import VOCAB, ragged_samples, tiny_model
 
 INPUTS = ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids")
 
@@ -24,46 +25,47 @@ def full_logits(network):
 
 def other_head(network):
     """A head that is no plain linear layer, called under checkpointing."""
-    weight = network.head.weight
-    network.head.plain, network.head.rows = False, 5
-    network.head.module = nn.Sequential(nn.Linear(*weight.T.shape, bias=False))
-    network.head.module[0].weight = nn.Parameter(weight.detach())
+    network.head = LinearHead(nn.Sequential(network.model.get_output_embeddings()), VOCAB)
+    assert not network.head.plain
 
 
-@pytest.mark.parametrize("path", [plain, full_logits, other_head])
-def test_loss_is_smoothed_in_training_and_plain_in_evaluation(path):
-    network = CausalLMLoss(tiny_model("gpt2"), label_smoothing=0.2)
-    path(network)
-    batch = SampleCollator(0)([[sample] for sample in ragged_samples(3)])
-    inputs = {name: getattr(batch, name) for name in INPUTS}
-    with torch.no_grad():
-        trained, evaluated = (network.train(mode)(**inputs) for mode in (True, False))
-        logits = network.model(input_ids=batch.input_ids).logits.flatten(0, 1)
-        logits = logits[batch.logit_positions]
-    common = {"reduction": "sum"}
-    torch.testing.assert_close(evaluated, F.cross_entropy(logits, batch.target_ids, **common))
-    smoothed = F.cross_entropy(logits, batch.target_ids, label_smoothing=0.2, **common)
-    torch.testing.assert_close(trained, smoothed)
-    assert (trained - evaluated).abs() > 0.1
-
-
-@pytest.mark.parametrize("path", [plain, full_logits, other_head])
-def test_groups_of_targets_have_their_own_sums_once(path):
-    network = CausalLMLoss(tiny_model("gpt2"), label_smoothing=0.2)
-    path(network)
+@pytest.fixture(params=[plain, full_logits, other_head])
+def network(request):
+    # In fp32, of some machines, rounding alone moves a gradient by as much as is allowed here.
+    network = CausalLMLoss(tiny_model("gpt2").double(), label_smoothing=0.2)
+    request.param(network)
     network.head.rows = 5
-    samples = ragged_samples(6)
-    batch = SampleCollator(0)([samples[:4], samples[4:]])
+    return network
+
+
+def cross_entropy(network, batch, **options):
+    """Of torch, from the logits of each row alone."""
+    logits = network.model(input_ids=batch.input_ids).logits.flatten(0, 1).float()
+    return F.cross_entropy(logits[batch.logit_positions], batch.target_ids, **options)
+
+
+def test_loss_and_gradient_are_smoothed_in_training_and_plain_in_evaluation(network):
+    batch = SampleCollator(0)([[sample] for sample in ragged_samples(3)])
+    inputs, losses = {name: getattr(batch, name) for name in INPUTS}, []
+    for trains, smoothing in ((True, 0.2), (False, 0.0)):
+        loss = network.train(trains)(**inputs)
+        expected = cross_entropy(network, batch, reduction="sum", label_smoothing=smoothing)
+        torch.testing.assert_close(loss.float(), expected)
+        ours, theirs = (gradients_of(each, network.model) for each in (loss, expected))
+        assert_same_gradients(ours, theirs, least=0.1)
+        losses.append(loss.item())
+    assert abs(losses[0] - losses[1]) > 0.1
+
+
+def test_groups_of_targets_have_their_own_sums_once(network):
+    batch = SampleCollator(0)([[sample] for sample in ragged_samples(6)])
     group = torch.arange(batch.num_targets) % 3
     groups = GroupSums(group, torch.zeros(4, dtype=torch.float64))
     inputs = {name: getattr(batch, name) for name in INPUTS}
     loss = network.train()(**inputs, groups=groups)
     torch.testing.assert_close(loss, network.train()(**inputs), rtol=0, atol=0)
     loss.backward()  # which forms logits again on some paths
-    with torch.no_grad():
-        hidden = network.backbone(*list(inputs.values())[:3]).flatten(0, 1)
-        logits = network.model.lm_head(hidden[batch.logit_positions])
-        losses = F.cross_entropy(logits, batch.target_ids, reduction="none")
+    losses = cross_entropy(network, batch, reduction="none").detach()
     for number in range(3):
         torch.testing.assert_close(groups.sums[number].float(), losses[group == number].sum())
     assert groups.sums[3] == 0

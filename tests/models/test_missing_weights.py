@@ -19,10 +19,10 @@ def damaged(directory, lost):
     save_file(kept, path, metadata={"format": "pt"})
 
 
-def build(maker, directory, tokenizer=NoTokenizer()):  # noqa: B008
+def build(maker, directory):
     source = find_model(str(directory))
     settings = {"dtype": torch.float32, "seed": 0, "meta": False}
-    return maker(source, tokenizer, ModelConfig(), LoraConfig(lora_dim=2), **settings)
+    return maker(source, NoTokenizer(), ModelConfig(), LoraConfig(lora_dim=2), **settings)
 
 
 @pytest.mark.parametrize("maker", [build_causal_lm, build_reward_model])
@@ -46,13 +46,3 @@ def test_a_reward_model_without_its_head_gets_no_other(tmp_path):
     damaged(tmp_path / "base", "score")
     with pytest.raises(ValueError, match="is no reward model: it has no score head"):
         build(build_reward_model, tmp_path / "base")
-
-
-def test_padding_that_is_end_of_sequence_is_not_told_to_the_model(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path)
-    assert build(build_reward_model, tmp_path).model.config.pad_token_id == 0
-
-    same = NoTokenizer()
-    same.pad_token_id = same.eos_token_id
-    model = build(build_reward_model, tmp_path, same).model
-    assert model.config.pad_token_id is None

@@ -1,17 +1,18 @@
-"""Samples of a packed row are computed as if each stood alone; where not, it is noticed."""
+"""Samples of a packed row are computed as if each stood alone; where not, it is noticed.
+
+So are branches of a tree, see test_pair_rows.py.
+"""
 
 import pytest
 import torch
-from torch import nn
 
-from dschat_lora.algos.logprobs import GroupSums
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
-from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.causal_lm import CausalLMLoss, LinearHead
+from dschat_lora.models.backbone import Backbone, attention_windows
+from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.supervised import batching as layout
 from helpers import plain
 from helpers.spread import ALL
@@ -20,6 +21,12 @@ from helpers.tiny import KINDS, VOCAB, changing_inputs, ragged_samples, softcapp
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 CPU = torch.device("cpu")
+# Kinds whose layers, or some of them, see windows that samples are longer than.
+SLIDING = {kind: {"sliding_window": 4} for kind in ("mistral", "gemma3", "qwen3")}
+SLIDING["qwen3"] |= {
+    "use_sliding_window": True,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 
 
 def tensors(batch):
@@ -34,8 +41,8 @@ def predictions(batch):
     return {"logit_positions": batch.logit_positions, "target_ids": batch.target_ids}
 
 
-def adapted(kind, attention="sdpa"):
-    model = tiny_model(kind, attention)
+def adapted(kind, attention="sdpa", **changes):
+    model = tiny_model(kind, attention, **changes)
     apply_lora(model, LoraConfig(lora_dim=3), seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -45,15 +52,17 @@ def adapted(kind, attention="sdpa"):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SLIDING])
 def test_packed_samples_equal_each_sample_alone(kind, attention):
     # In fp32, of some machines, rounding alone moves a gradient by as much as is allowed here.
-    model = adapted(kind, attention).double()
+    model = adapted(kind, attention, **SLIDING.get(kind, {})).double()
     samples = ragged_samples(7, longest=9, seed=3)
     # Rows of three, three and one sample, padded to a common width.
     batch = SampleCollator(0)([samples[:3], samples[3:6], samples[6:]])
     network = CausalLMLoss(model)
-    hidden = network.backbone(**tensors(batch))[batch.segment_ids > 0]
+    states, real = network.backbone(**tensors(batch)), batch.segment_ids > 0
+    assert network.backbone.skips_padding(CPU) <= (not states[~real].any())
+    hidden = states[real]
     with torch.no_grad():
         ids = [torch.as_tensor(s.input_ids, dtype=torch.long)[None] for s in samples]
         alone = torch.cat([model.base_model(input_ids=each)[0][0] for each in ids])
@@ -70,18 +79,6 @@ def test_packed_samples_equal_each_sample_alone(kind, attention):
         assert error < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_and_neighbours_have_no_influence(kind):
-    network = CausalLMLoss(tiny_model(kind))
-    samples = ragged_samples(4, longest=8, seed=4)
-    loss = network(**tensors(b := SampleCollator(0)([samples[:2]])), **predictions(b))
-    wide = SampleCollator(7, multiple_of=32)([samples[:2]])
-    torch.testing.assert_close(network(**tensors(wide), **predictions(wide)), loss)
-    more = SampleCollator(0)([samples[:2], samples[2:]])
-    rest = network(**tensors(b := SampleCollator(0)([samples[2:]])), **predictions(b))
-    torch.testing.assert_close(network(**tensors(more), **predictions(more)), loss + rest)
-
-
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
     model = adapted("opt")
     batch = SampleCollator(0)([ragged_samples(1)])
@@ -92,86 +89,96 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradient_everywhere():
     assert all(p.grad.abs().max() == 0 for p in adapter_parameters(model).values())
 
 
-@pytest.mark.parametrize("kind", ["opt", "llama"])
-def test_full_logits_and_checkpointed_heads_give_the_same_loss_and_gradient(kind):
-    batch = SampleCollator(0)([ragged_samples(4, longest=8)])
-    parity = torch.arange(batch.num_targets) % 2
-
-    def loss_and_gradient(change):
-        model = adapted(kind).double()
-        network = CausalLMLoss(model)
-        change(network, model)
-        groups = GroupSums(parity, torch.zeros(2, dtype=torch.float64))
-        loss = network(**tensors(batch), **predictions(batch), groups=groups)
-        loss.backward()
-        sums = torch.stack([loss, *groups.sums])
-        return sums, [p.grad for p in adapter_parameters(model).values()]
-
-    def checkpointed(network, model):
-        network.head = LinearHead(nn.Sequential(model.get_output_embeddings()), VOCAB)
-        network.head.rows = 3
-        assert not network.head.plain
-
-    chunked = loss_and_gradient(lambda network, model: None)
-    for change in (lambda network, model: setattr(network, "full_logits", True), checkpointed):
-        loss, gradients = loss_and_gradient(change)
-        torch.testing.assert_close(loss, chunked[0])
-        for value, expected in zip(gradients, chunked[1], strict=True):
-            assert (value - expected).norm() / expected.norm() < 1e-5
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "mistral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"] if ALL else ["sdpa"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16][:: 1 if ALL else 2]
 )
 def test_probe_finds_nothing_wrong_with_these_architectures(kind, attention, dtype):
-    model = tiny_model(kind, attention).to(dtype)
-    report = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
+    model = tiny_model(kind, attention, **SLIDING.get(kind, {})).to(dtype)
+    report = looked_at(model)
+    assert report.branch_leak_error == 0.0
     assert report.packing_is_exact
     assert report.tree_is_exact
     assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
 
 
-def mixing_samples(model):
-    """The same model, but a position sees every earlier one of its row."""
+def is_tree(inputs):
+    """A row without padding whose positions go back, but never to 0."""
+    positions = inputs.get("position_ids")
+    if positions is None:
+        return False
+    return bool((positions[0].diff() < 0).any() and (positions == 0).sum() == 1)
+
+
+def under(segments, inputs, model):
+    mask = block_causal_mask(segments, model.dtype)
+    return inputs | {"attention_mask": mask, "spans": None}
+
+
+def mixing(inputs, model):
+    """A position sees every earlier one of its row."""
+    return under(torch.ones_like(inputs["input_ids"]), inputs, model)
+
+
+def hiding_the_beginning(inputs, model):
+    """Each branch is a sequence of its own."""
+    segments = torch.ones_like(inputs["input_ids"])
+    segments[:, (inputs["position_ids"][0].diff() < 0).nonzero()[0].item() + 1 :] = 2
+    return under(segments, inputs, model)
+
+
+def counting_on(inputs, model):
+    """Positions go on from those of what is before."""
+    return inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+
+
+def broken(kind, how, *, in_trees=False):
+    """A model that computes rows otherwise, trees alone or any of several samples."""
+    model = tiny_model(kind)
 
     def change(inputs):
-        if inputs.get("attention_mask") is None:
-            return inputs
-        one_sample = torch.ones_like(inputs["input_ids"])
-        mask = block_causal_mask(one_sample, model.dtype)
-        return inputs | {"attention_mask": mask, "spans": None}
+        whole = inputs.get("attention_mask") is None or (in_trees and not is_tree(inputs))
+        return inputs if whole else how(inputs, model)
 
     return changing_inputs(model, change)
 
 
-def counting_positions_through(model):
-    """The same model, but a sample's positions go on from the one before it."""
-
-    def change(inputs):
-        positions = torch.arange(inputs["input_ids"].shape[1])[None]
-        return inputs | {"position_ids": positions}
-
-    return changing_inputs(model, change)
+def looked_at(model):
+    return check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
 
 
 @pytest.mark.parametrize(
-    ("kind", "broken"),
-    [(kind, mixing_samples) for kind in KINDS]
+    ("kind", "how"),
+    [(kind, mixing) for kind in KINDS]
     # Rotary embeddings know differences of positions alone, and the mask hides the rest.
-    + [(kind, counting_positions_through) for kind in ("opt", "gpt2")],
+    + [(kind, counting_on) for kind in ("opt", "gpt2")],
 )
-def test_probe_notices_samples_that_influence_each_other(kind, broken):
-    model = broken(tiny_model(kind))
-    report = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
+def test_probe_notices_samples_that_influence_each_other(kind, how):
+    model = broken(kind, how)
+    report = looked_at(model)
     assert not report.packing_is_exact
     assert not report.tree_is_exact
     assert head_is_linear(model, vocab_size=VOCAB, device=CPU)
 
 
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama", "qwen2"][:: 1 if ALL else 3])
+@pytest.mark.parametrize("how", [mixing, hiding_the_beginning, counting_on])
+def test_a_tree_that_is_broken_is_noticed_where_packing_is_sound(kind, how):
+    report = looked_at(broken(kind, how, in_trees=True))
+    assert report.packing_is_exact
+    assert not report.tree_is_exact
+    assert (report.branch_leak_error > 1e-5) == (how is mixing)
+
+
 def test_probe_notices_logits_that_are_more_than_a_linear_layer():
     assert not head_is_linear(softcapped_model(), vocab_size=VOCAB, device=CPU)
+
+
+def test_layers_whose_mask_is_none_of_ours_are_told():
+    config = tiny_model("mistral").config
+    config.layer_types = ["chunked_attention", "full_attention"]
+    assert attention_windows(config) is None
 
 
 class Said:
@@ -215,7 +222,7 @@ def test_packing_is_kept_where_it_is_exact_and_left_where_not_asked_for():
 
 
 def test_packing_is_given_up_aloud_where_samples_would_mix():
-    packing, said = settle(CausalLMLoss(mixing_samples(tiny_model("opt"))))
+    packing, said = settle(CausalLMLoss(broken("opt", mixing)))
     assert packing is False
     assert any("packing is off" in line for line in said.lines)
 
@@ -250,17 +257,21 @@ def test_architecture_that_takes_no_mask_of_ours_is_trained_unpacked_under_its_o
     torch.testing.assert_close(loss, reference)
 
 
-def test_probe_notices_a_leak_that_16_bit_rounding_would_hide():
+@pytest.mark.parametrize("in_trees", [False, True])
+def test_probe_notices_a_leak_that_16_bit_rounding_would_hide(in_trees):
     model = tiny_model("llama").to(torch.bfloat16)
 
-    def leak(module, inputs, run):
+    def leak(module, inputs, named, run):
         states = run.last_hidden_state
-        run.last_hidden_state = states + 0.02 * states[:, :1]
+        first, second = (7, 12) if in_trees else (0, 0)  # tokens before the branches of the probe
+        if is_tree(named) or not in_trees:
+            moved = states[:, second:] + 0.02 * states[:, first : first + 1]
+            run.last_hidden_state = torch.cat([states[:, :second], moved], dim=1)
 
-    exact = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
-    assert exact.packing_is_exact
-    model.model.register_forward_hook(leak)
-    report = check_architecture(Backbone(model), vocab_size=VOCAB, device=CPU)
-    assert report.leak_error > 0.001
-    assert report.packing_error < 0.1
-    assert not report.packing_is_exact
+    assert looked_at(model).tree_is_exact
+    model.model.register_forward_hook(leak, with_kwargs=True)
+    report = looked_at(model)
+    assert (report.packing_is_exact, report.tree_is_exact) == (in_trees, not in_trees)
+    leaks = (report.leak_error, report.branch_leak_error)[in_trees]
+    assert leaks > 0.001
+    assert (report.packing_error, report.tree_error)[in_trees] < 0.1

@@ -6,6 +6,7 @@ from torch import nn
 
 from dschat_lora.algos.segments import make_spans
 from dschat_lora.data.batch import PairCollator, SampleCollator
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.models.architecture_checks import check_architecture
 from dschat_lora.models.backbone import Backbone, recurrent_layers
 from dschat_lora.models.blocks import recompute_blocks
@@ -19,56 +20,33 @@ from helpers.spread import ALL
 from helpers.tiny import FEW, RECURRENT, UNPACKED, VOCAB, ragged_samples, unusual_model
 
 CPU = torch.device("cpu")
-LENGTHS = (7, 1, 5, 9, 2, 13)
 PACKED = RECURRENT if ALL else [kind for kind in FEW if kind in RECURRENT]
-
-
-def samples():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
-
-
-def rows():
-    """Two rows of three samples each, the second one padded."""
-    width = sum(LENGTHS[3:])
-    ids, positions, segments = torch.zeros(3, 2, width, dtype=torch.int64)
-    for row, part in enumerate((samples()[:3], samples()[3:])):
-        start = 0
-        for number, sample in enumerate(part, 1):
-            place = row, slice(start, start + len(sample))
-            ids[place], positions[place] = sample, torch.arange(len(sample))
-            segments[place] = number
-            start += len(sample)
-    return ids, positions, segments
-
-
-def of_samples(hidden, segments):
-    return [x[s == n] for x, s in zip(hidden, segments, strict=True) for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_samples_of_a_packed_row_are_computed_as_stock_transformers_does_alone(kind):
     model = unusual_model(kind)
-    ids, positions, segments = rows()
-    stock = [model.base_model(input_ids=s[None], use_cache=False)[0][0] for s in samples()]
-    sum(x.square().sum() for x in stock).backward()
+    samples = [*ragged_samples(5, longest=13), SequenceSample.of([5], [5])]
+    batch = SampleCollator(0)([samples[:2], samples[2:]])
+    ids = [torch.as_tensor(each.input_ids, dtype=torch.long)[None] for each in samples]
+    stock = torch.cat([model.base_model(input_ids=x, use_cache=False)[0][0] for x in ids])
+    stock.square().sum().backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
     backbone = Backbone(model)
     assert backbone.skips_padding(CPU)
     for recomputes in (False, True):
+        model.zero_grad()
         if recomputes:
             recompute_blocks(model.train())
-        found = of_samples(backbone(ids, positions, segments), segments)
-        for mine, theirs in zip(found, stock, strict=True):
-            assert_same_sums(mine, theirs)
-        sum(x.square().sum() for x in found).backward()
+        states = backbone(batch.input_ids, batch.position_ids, batch.segment_ids)
+        states = states[batch.segment_ids > 0]
+        assert_same_sums(states, stock)
+        states.square().sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
             error = (grad - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
             assert error < 1e-5, (name, recomputes)
-        model.zero_grad()
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -92,8 +70,8 @@ def test_logits_that_such_a_model_transforms_are_those_of_each_sample_alone(kind
     batch = SampleCollator(0)([samples[3:], samples[:3]])  # padding lies between samples
     assert batch.segment_ids[0, -1] == 0
     expected = sum(plain.sample_loss(model, sample)[0] for sample in samples)
-    found = causal_lm_loss(whole(CausalLMLoss(model)), batch).total
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    loss = causal_lm_loss(whole(CausalLMLoss(model)), batch).total
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
     rows = batch.input_ids, batch.position_ids, batch.segment_ids
     asked = *rows, batch.logit_positions, batch.target_ids, 1.0
     for spans in (batch.spans, None):
@@ -103,8 +81,8 @@ def test_logits_that_such_a_model_transforms_are_those_of_each_sample_alone(kind
     trees = PairCollator(0, "shared")([[pair.sample() for pair in pairs]])
     sequences = [(p.sequences[side], len(p.prompt)) for side in (0, 1) for p in pairs]
     expected = torch.stack([plain_logprobs(model, *each).sum() for each in sequences])
-    found = answer_logprobs(whole(CausalLMLogprobs(model)), trees)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    sums = answer_logprobs(whole(CausalLMLogprobs(model)), trees)
+    torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", UNPACKED)

@@ -157,11 +157,6 @@ def test_nothing_is_read_back_from_the_device(kind, on_gpu, monkeypatch):
             backbone(*inputs, branches)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_window_on_a_cpu_is_that_of_the_mask(checkpointing, monkeypatch):
-    assert_as_by_mask("sliding", *run_of("sliding", checkpointing), monkeypatch)
-
-
 @pytest.mark.parametrize(
     ("options", "size", "fits"),
     [

@@ -5,13 +5,20 @@ asks for them. Imports no model library.
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.models.source import HUB_NAME
 from dschat_lora.runtime.stage_main import late
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
+
+Weights = Callable[["PreTrainedModel", str], tuple[dict[str, Any], list[Any]]]
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,10 @@ class Codes:
             return ""
         return f"{self.kind} of {bits} bits, {layout or own}"
 
-    def quantizer(self, settings: Mapping[str, Any], model: Any) -> Any:
+    def quantizer(self, settings: Mapping[str, Any], model: "nn.Module") -> "HfQuantizer":
         """What has transformers' rules of conversion give values."""
-        return late("addons.bases.codes:dequantizer")(self.kind, settings, model)
+        quantizer: HfQuantizer = late("addons.bases.codes:dequantizer")(self.kind, settings, model)
+        return quantizer
 
 
 INT8 = Codes("int8", "bitsandbytes' int8")
@@ -85,12 +93,10 @@ class Gguf:
         if importlib.util.find_spec("gguf") is None:
             raise ImportError("GGUF files need a package: pip install 'dschat_lora[gguf]'")
 
-    def weights(self, model: Any, file: str) -> tuple[dict[str, Any], list[Any]]:
+    def weights(self, model: "PreTrainedModel", file: str) -> tuple[dict[str, Any], list[Any]]:
         """The tensors of a file, and the rules that make weights of ``model`` of them."""
-        found: tuple[dict[str, Any], list[Any]] = late("addons.bases.gguf_file:weights")(
-            model, file
-        )
-        return found
+        read: Weights = late("addons.bases.gguf_file:weights")
+        return read(model, file)
 
 
 GGUF = Gguf()

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from typing import Any
+from typing import Any, cast
 
+from dschat_lora.addons.engines.completion_pool import CompletionPool
 from dschat_lora.addons.engines.completions import (
     Body,
-    CompletionPool,
     CompletionServer,
     ServerAnswer,
     ServerError,
@@ -149,7 +149,8 @@ def open_teacher(
     if rank() == 0:
         try:
             teacher["limit"] = limit = server.base_limit()
-            names = [each.get("id") for each in server.ask_once("/v1/models")["data"]]
+            listed = cast("Body", server.ask_once("/v1/models"))
+            names = [each.get("id") for each in listed["data"]]
             if model not in names and (model or len(names) != 1):
                 shown = ", ".join(map(str, names))
                 raise ServerError(f"it has the models {shown}: name one, as in {address}/v1#NAME")

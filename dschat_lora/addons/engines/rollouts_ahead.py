@@ -63,16 +63,16 @@ class RolloutsAhead:
 
     def state(self) -> dict[str, Any]:
         """Responses that were not learnt from yet; what could not be drawn is left out."""
-        found = {}
+        begun = {}
         for number in sorted(n for n in self._begun if n >= self.iteration()):
             # Told where the iteration begins, if servers are still gone.
             with suppress(RolloutError):
-                found[str(number)] = {
+                begun[str(number)] = {
                     "version": self._begun[number].version,
                     "prompts": _digest(self.draws_of(number).prompts),
                     "responses": responses_as_json(dict(enumerate(self._drawn(number)))),
                 }
-        return found
+        return begun
 
     def restore(self, state: dict[str, Any]) -> None:
         for number, each in state.items():

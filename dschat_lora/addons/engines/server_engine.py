@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
+from dschat_lora.addons.engines.completion_pool import CompletionPool
+from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.addons.engines.facts import server_addresses
 from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.engine.distributed import broadcast_string, gather_texts, rank
@@ -110,13 +111,13 @@ class ServerEngine:
                 )
             except ValueError as error:
                 outcome = {"mistake": str(error)}
-        found = json.loads(broadcast_string(json.dumps(outcome)))
-        if "failure" in found:
-            raise RolloutError from OSError(found["failure"])
-        if "mistake" in found:
-            raise NotFiniteError(found["mistake"])
-        self._name = found.pop("name")
-        self._servers.adopt(**found)
+        told = json.loads(broadcast_string(json.dumps(outcome)))
+        if "failure" in told:
+            raise RolloutError from OSError(told["failure"])
+        if "mistake" in told:
+            raise NotFiniteError(told["mistake"])
+        self._name = told.pop("name")
+        self._servers.adopt(**told)
 
     def pause(self) -> None:
         """Have servers that sleep give their memory back; call on every rank."""

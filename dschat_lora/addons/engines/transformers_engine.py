@@ -38,8 +38,8 @@ class TransformersEngine:
     def __init__(self, site: EngineSite) -> None:
         self._model, self._site = site.rollout.eval(), site  # with adapters unmerged
         # Not in every transformers that will do otherwise.
-        self._config_class: Any = getattr(transformers.generation, "ContinuousBatchingConfig", None)
-        if not hasattr(self._config_class, "return_logprobs"):
+        config_class = getattr(transformers.generation, "ContinuousBatchingConfig", None)
+        if not hasattr(config_class, "return_logprobs"):
             raise ValueError(
                 "--rollout_engine transformers needs continuous batching with log-probabilities, "
                 f"which transformers {transformers.__version__} lacks; 5.23 has it"
@@ -80,10 +80,10 @@ class TransformersEngine:
                 hook = self._model.register_forward_pre_hook(_with_length, with_kwargs=True)
                 stack.enter_context(hook)
             torch.manual_seed(stream_seed("transformers", *(row.seed for row in asked)))
-            found = self._model.generate_batch(
+            results = self._model.generate_batch(
                 [row.prompt for row in asked],
                 generation_config=options,
-                continuous_batching_config=self._config_class(
+                continuous_batching_config=transformers.generation.ContinuousBatchingConfig(
                     num_blocks=rows * -(-longest // _BLOCK),  # for so many responses at a time
                     # Longer prompts are read in parts: the mask has so many rows.
                     max_batch_tokens=max(min(longest, _PART), rows),
@@ -92,7 +92,7 @@ class TransformersEngine:
                 progress_bar=False,
                 warmup=False,
             )
-        answers = list(found.values())  # in the order of the prompts
+        answers = list(results.values())  # in the order of the prompts
         whole = [each for each in answers if each.error is None and each.generated_tokens]
         if len(whole) < len(asked):
             why = next((each.error for each in answers if each.error), "it gave no token")

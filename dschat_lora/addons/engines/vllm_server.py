@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from dschat_lora.addons.engines.checks import vllm_rank
-from dschat_lora.addons.engines.completions import (
-    LOAD_SECONDS,
-    CompletionServer,
-    ServerError,
-)
+from dschat_lora.addons.engines.completion_pool import LOAD_SECONDS
+from dschat_lora.addons.engines.completions import CompletionServer, ServerError
 from dschat_lora.addons.engines.server_engine import server_engine
 from dschat_lora.config.staging import check_place, open_in_place
 from dschat_lora.engine.build import DTYPES, resolve_dtype
@@ -59,14 +56,14 @@ def start_vllm(
             "--rollout_engine vllm starts servers on one machine, and this run is on several: "
             "start them yourself, and give their addresses"
         )
-    home, found = run.directory, {"address": "", "failure": ""}
+    home, outcome = run.directory, {"address": "", "failure": ""}
     assert home is not None, "a dry run starts nothing"
     dtype = str(DTYPES[resolve_dtype(config.load.dtype)]).removeprefix("torch.")
     timeout, on_gpu = config.addons.engines.rollout_timeout, device().type == "cuda"
     if on_gpu or local_rank() == 0:
         port, sleeping = usable_port(None), sleeps(config)
-        found["address"] = f"http://127.0.0.1:{port}"
-        server = CompletionServer(found["address"], timeout, log=_log(home, rank()))
+        outcome["address"] = f"http://127.0.0.1:{port}"
+        server = CompletionServer(outcome["address"], timeout, log=_log(home, rank()))
         command = serve_command(config, sources.actor.base, dtype=dtype, port=port, sleeps=sleeping)
         gpu = visible_gpu(local_rank()) if on_gpu else None
         try:
@@ -76,14 +73,14 @@ def start_vllm(
             if sleeping:
                 server.ask_once("/sleep?level=1", {}, LOAD_SECONDS)
         except (OSError, ServerError, EngineError) as error:
-            found["failure"] = f"--rollout_engine vllm: {error}"
-    all_found = [json.loads(text) for text in gather_texts(json.dumps(found))]
-    for each in all_found:
+            outcome["failure"] = f"--rollout_engine vllm: {error}"
+    outcomes = [json.loads(text) for text in gather_texts(json.dumps(outcome))]
+    for each in outcomes:
         if each["failure"]:
             raise OSError(each["failure"])
     servers = tuple(
         CompletionServer(each["address"], timeout, log=_log(home, number))
-        for number, each in enumerate(all_found)
+        for number, each in enumerate(outcomes)
         if each["address"]
     )
     run.log.say(f"  rollouts     vLLM answers at {', '.join(each.address for each in servers)}")

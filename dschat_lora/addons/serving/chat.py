@@ -38,7 +38,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
 
 
 @dataclass
-class Conversation:
+class ModelHistory:
     """What has been said with one model."""
 
     model: ServedModel
@@ -63,7 +63,7 @@ class ChatSession:
         scorer: AnswerScorer | None = None,
     ) -> None:
         self.config = config
-        self._conversations = [Conversation(model) for model in models]
+        self._conversations = [ModelHistory(model) for model in models]
         self._decoder, self._scorer = decoder, scorer
         self._pictures: list[Message] = []  # parts, for what is asked next
 
@@ -131,11 +131,11 @@ class ChatSession:
             raise ValueError(f"/set {name}: give one of {', '.join(_NUMBERS)}, system, and a value")
         kind = _NUMBERS[name]
         try:
-            number: Any = kind(value)
+            changes: dict[str, Any] = {name: kind(value)}
         except ValueError as error:
             what = "a whole number" if kind is int else "a number"
             raise ValueError(f"/set {name} {value}: give {what}") from error
-        self.config = replace(self.config, **{name: number})
+        self.config = replace(self.config, **changes)
 
     def save(self, file: str) -> None:
         """Write the conversations; a file that is there is not overwritten.
@@ -181,7 +181,7 @@ class ChatSession:
             ValueError: if the conversation is too long for a model.
         """
         self._forget_question()  # one whose answer was stopped before it began
-        content: Any = text
+        content: str | list[Message] = text
         if self._pictures:
             content = [*self._pictures, {"type": "text", "text": text}]
             self._pictures = []
@@ -213,7 +213,7 @@ class ChatSession:
             strip=True,
             cut=True,
         )
-        asked: list[tuple[Conversation, RunningAnswer, SimpleQueue[Piece]]] = []
+        asked: list[tuple[ModelHistory, RunningAnswer, SimpleQueue[Piece]]] = []
         try:
             for each in self._conversations:
                 pieces: SimpleQueue[Piece] = SimpleQueue()
@@ -233,7 +233,7 @@ class ChatSession:
             for _, answer, _ in asked:
                 self._decoder.leave(answer)
 
-    def _show(self, conversation: Conversation, pieces: "SimpleQueue[Piece]") -> None:
+    def _show(self, conversation: ModelHistory, pieces: "SimpleQueue[Piece]") -> None:
         """Write an answer as it comes, and its score; remember it, also where Ctrl-C stops it."""
         if len(self._conversations) > 1:
             write_text(f"{conversation.model.name}: ")
@@ -262,7 +262,7 @@ class ChatSession:
             if each.messages and each.messages[-1]["role"] == "user":
                 each.messages.pop()
 
-    def _messages(self, conversation: Conversation) -> list[Message]:
+    def _messages(self, conversation: ModelHistory) -> list[Message]:
         system = self.config.system
         first = [{"role": "system", "content": system}] if system else []
         return [*first, *conversation.messages]

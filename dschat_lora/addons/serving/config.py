@@ -147,14 +147,15 @@ def find_models(words: Sequence[str], *, with_base: bool) -> list[NamedSource]:
             inner = str(actor) if actor.is_dir() else word
             others.append((word, find_of_kind(inner, ("CAUSAL_LM",), option="OUT")))
     first = others[0][1] if others else find_model(None)
-    found: dict[str, ModelSource] = {}
+    sources: dict[str, ModelSource] = {}
     if BASE in words or (with_base and first.adapter is not None):
-        found[BASE] = ModelSource(first.base)
+        sources[BASE] = ModelSource(first.base)
     for word, source in others:
         name = model_name(word)
         numbered = (f"{name}-{number}" for number in range(2, len(others) + 3))
-        found[name if name not in found else next(n for n in numbered if n not in found)] = source
-    return [NamedSource(name, source) for name, source in found.items()]
+        free = next(each for each in (name, *numbered) if each not in sources)
+        sources[free] = source
+    return [NamedSource(name, source) for name, source in sources.items()]
 
 
 def model_name(word: str) -> str:

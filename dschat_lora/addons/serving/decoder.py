@@ -291,8 +291,8 @@ class AnswerDecoder:
         if joining:
             for answer in joining:
                 if answer.options.prompt_logprobs:
-                    found = batch.rows.prompt_logprobs(answer.prompt, answer.model.adapter)
-                    answer.prompt_logprobs = found
+                    scores = batch.rows.prompt_logprobs(answer.prompt, answer.model.adapter)
+                    answer.prompt_logprobs = scores
             running += joining
             prompts = [answer.prompt for answer in joining]
             logits, cached = batch.rows.join(prompts, [a.model.adapter for a in joining])
@@ -402,11 +402,11 @@ def _logprobs(
     chosen = table.gather(1, own[:, None])[:, 0].tolist()
     best = table.topk(min(max(counts.values()), table.shape[1]), sorted=True)
     values, ids = best.values.tolist(), best.indices.tolist()
-    found = {}
+    by_row = {}
     for at, (row, count) in enumerate(counts.items()):
         top = zip(ids[at][:count], values[at][:count], strict=True)
-        found[row] = TokenLogprobs(chosen[at], tuple(top))
-    return found
+        by_row[row] = TokenLogprobs(chosen[at], tuple(top))
+    return by_row
 
 
 def _in_short(error: BaseException) -> str:

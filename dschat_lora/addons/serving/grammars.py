@@ -36,12 +36,12 @@ class GrammarState:
         """
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-        found = torch.zeros(size, dtype=torch.bool)
+        mask = torch.zeros(size, dtype=torch.bool)
         known = bits.flatten()[:size].bool()
-        found[: len(known)] = known
-        if self._matcher.is_error() or not found.any():
+        mask[: len(known)] = known
+        if self._matcher.is_error() or not mask.any():
             raise GrammarError(f"no token follows the grammar: {_in_line(self._matcher)}")
-        return found
+        return mask
 
     def take(self, token: int) -> bool:
         """Go on by an allowed token; returns whether the answer is whole.

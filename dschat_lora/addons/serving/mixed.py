@@ -198,19 +198,19 @@ def mix_adapters(base: nn.Module, adapted: Sequence[nn.Module], *, rows: Adapter
         ValueError: if one adapter saves a module inside which another one adapts layers, or the
             model is divided among processes.
     """
-    found: dict[str, dict[int, AdapterLayer]] = {}
+    by_name: dict[str, dict[int, AdapterLayer]] = {}
     for number, model in enumerate(adapted, start=1):
         for name, layer in adapter_layers(model).items():
-            found.setdefault(name, {})[number] = layer
-    for name in found:
-        outer = [other for other in found if other != name and is_inside(name, [other])]
+            by_name.setdefault(name, {})[number] = layer
+    for name in by_name:
+        outer = [other for other in by_name if other != name and is_inside(name, [other])]
         if outer:
             raise ValueError(
                 f"one adapter adapts {name}, another one trains all of {outer[0]}; these cannot "
                 "answer in one batch"
             )
     fused = expert_weights(base)
-    for name, layers in found.items():
+    for name, layers in by_name.items():
         if name in fused:
             module, weight = fused[name]
             experts = {n: layer for n, layer in layers.items() if isinstance(layer, LoraExperts)}

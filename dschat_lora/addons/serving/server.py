@@ -117,7 +117,7 @@ class Service:
         fields = Fields(await read_json(request))
         name = fields.take("lora_name", str, "text")
         fields.finish()
-        if name not in self.adapters:
+        if name is None or name not in self.adapters:
             message = f"no adapter {name!r:.80} came at run time"
             raise ApiError(404, message, param="lora_name", code="model_not_found")
         self._forget(name)

@@ -1,10 +1,9 @@
-"""Tiny GGUF files, written by the format's definition, with the bundled tokenizer in them."""
+"""Tiny GGUF files, written by the format's own package, with the bundled tokenizer in them."""
 
 import json
 import re
-import struct
-from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
 
@@ -56,7 +55,13 @@ _NAMES = {
 
 def save_gguf(kind, file):
     """A file with linear layers in Q8_0; the values that it stands for, by the model's names."""
-    config, values, tensors = CONFIGS[kind], {}, []
+    gguf = pytest.importorskip("gguf")
+    packed, numbers = gguf.GGMLQuantizationType.Q8_0, gguf.GGUFValueType
+    config, values = CONFIGS[kind], {}
+    writer = gguf.GGUFWriter(file, kind)
+    for key, value in _metadata(kind, config).items():
+        number = numbers.get_type(value)
+        writer.add_key_value(key, value, numbers.UINT32 if number == numbers.INT32 else number)
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config).state_dict()
@@ -72,29 +77,23 @@ def save_gguf(kind, file):
         if is_rotary:
             weight = weight.reshape(-1, 2, 8, SIZE).transpose(1, 2).reshape(weight.shape)
         if weight.dim() == 2 and "norm" not in name:
-            kind_of, data, weight = 8, *_q8_0(weight)
+            data = gguf.quants.quantize(weight.numpy(), packed)
+            writer.add_tensor(stored, data, raw_dtype=packed)
+            weight = torch.from_numpy(gguf.quants.dequantize(data, packed))
         else:
             weight = weight.squeeze(1) if weight.dim() == 3 else weight
-            kind_of, data = 0, weight.numpy().tobytes()
-        tensors.append((stored, weight.shape, kind_of, data))
+            writer.add_tensor(stored, weight.numpy())
         if is_rotary:
             weight = weight.reshape(-1, 8, 2, SIZE).transpose(1, 2).reshape(weight.shape)
         values[name] = weight.reshape(empty.shape)
-    _write(Path(file), _metadata(kind, config), tensors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     return values
 
 
-def _q8_0(weight):
-    """Blocks of 32 int8 codes after their scale, a float16; and the values of them."""
-    blocks = weight.reshape(-1, 32)
-    scales = (blocks.abs().amax(1, keepdim=True) / 127).half()
-    codes = (blocks / scales.float()).round().clamp(-127, 127).to(torch.int8)
-    data = torch.cat([scales.view(torch.int8), codes], 1).numpy().tobytes()
-    return data, (scales.float() * codes).reshape(weight.shape)
-
-
 def _metadata(kind, config):
-    """Keys and values; a type of the format stands before a value that Python does not tell."""
     stored = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())["model"]
     tokens = sorted(stored["vocab"], key=stored["vocab"].get)
     tokens[:3] = "<unk>", "<s>", "</s>"  # which transformers adds where they lack
@@ -114,7 +113,6 @@ def _metadata(kind, config):
         "shortconv.l_cache": getattr(config, "conv_L_cache", 0),
     }
     return {
-        "general.architecture": kind,
         "general.name": "tiny",
         **{f"{kind}.{name}": value for name, value in fields.items()},
         "tokenizer.ggml.model": "llama",
@@ -127,36 +125,3 @@ def _metadata(kind, config):
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": False,
     }
-
-
-def _string(text):
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value):
-    """The number of a type, and the bytes of a value."""
-    if isinstance(value, bool):
-        return 7, struct.pack("<?", value)
-    if isinstance(value, int):
-        return 4, struct.pack("<I", value)
-    if isinstance(value, float):
-        return 6, struct.pack("<f", value)
-    if isinstance(value, str):
-        return 8, _string(value)
-    items = [_value(item) for item in value]
-    return 9, struct.pack("<IQ", items[0][0], len(items)) + b"".join(data for _, data in items)
-
-
-def _write(file, metadata, tensors):
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
-    for key, value in metadata.items():
-        number, data = _value(value)
-        header += _string(key) + struct.pack("<I", number) + data
-    body = b""
-    for name, shape, number, data in tensors:
-        sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
-        header += _string(name) + struct.pack("<I", len(shape)) + sizes
-        header += struct.pack("<IQ", number, len(body))
-        body += data + bytes(-len(data) % 32)
-    file.write_bytes(header + bytes(-len(header) % 32) + body)

@@ -20,7 +20,7 @@ from dschat_lora.addons.distill.served_teacher import (
     read_prompt_logprobs,
 )
 from dschat_lora.addons.distill.stage import DistillConfig
-from dschat_lora.addons.engines import completions
+from dschat_lora.addons.engines import completion_pool
 from dschat_lora.addons.engines.completions import ServerError
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
@@ -170,7 +170,7 @@ def test_log_probabilities_are_those_of_the_response_after_what_the_teacher_read
     ],
 )
 def test_a_teacher_that_says_nonsense_ends_the_run_in_a_line(monkeypatch, found, words):
-    monkeypatch.setattr(completions, "PATIENCE", 0.0)
+    monkeypatch.setattr(completion_pool, "PATIENCE", 0.0)
 
     def nonsense(ids, prompt):
         return halves(ids, prompt) if isinstance(prompt, str) else found
@@ -230,7 +230,7 @@ def test_a_run_with_a_served_teacher_is_that_with_it_in_memory(tmp_path, built, 
 
 @pytest.mark.stage
 def test_a_run_goes_on_with_the_teacher_at_another_address_after_its_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(completions, "PATIENCE", 0.0)
+    monkeypatch.setattr(completion_pool, "PATIENCE", 0.0)
     teacher, common = write_run(tmp_path / "teacher", seed=3), {"data": ROWS, **SHORT}
     home = tmp_path / "run"
     service = served(teacher)

@@ -12,7 +12,8 @@ from dschat_lora.rl.draw.transformers_engine import transformers_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
 from addons.engines.fake_vllm import command_of
-from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
+from dschat_lora.addons.engines.completion_pool import CompletionPool
+from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.samples import PromptSample
@@ -50,7 +51,7 @@ def changed(model, seed):
 def actor():
     source, options = find_model(None), ModelConfig()
     tokenizer = load_tokenizer(source.tokenizer, options)
-    found = build_causal_lm(
+    adapted = build_causal_lm(
         source,
         tokenizer,
         options,
@@ -59,11 +60,11 @@ def actor():
         seed=0,
         meta=False,
     )
-    changed(found.model.eval(), 1)
+    changed(adapted.model.eval(), 1)
     ends = [*end_ids(tokenizer), tokenizer.encode(".", add_special_tokens=False)[0]]
     prompts = [tokenizer(f"\n\nHuman: {text}\n\nAssistant:")["input_ids"] for text in QUESTIONS]
     return SimpleNamespace(
-        adapted=found, model=found.model, tokenizer=tokenizer, ends=ends, prompts=prompts
+        adapted=adapted, model=adapted.model, tokenizer=tokenizer, ends=ends, prompts=prompts
     )
 
 
@@ -94,7 +95,7 @@ def site_of(actor, *argv, **options):
     """What engines are made of, of a run with this command line."""
     config = parse_config(RlhfConfig, ["--per_device_generation_batch_size", "8", *argv])
     model = share_parameters(actor.model).eval()
-    found = {
+    fields = {
         "config": config,
         "run": SimpleNamespace(closing=ExitStack(), log=SimpleNamespace(say=lambda words: None)),
         "base": find_model(None).base,
@@ -107,7 +108,7 @@ def site_of(actor, *argv, **options):
         "plan": None,
         "unpacked": None,
     }
-    return EngineSite(**(found | options))
+    return EngineSite(**(fields | options))
 
 
 def engine_of(addresses, actor, **options):
@@ -160,10 +161,10 @@ def test_tokens_come_with_the_log_probabilities_that_they_were_drawn_with(decodi
         changed(actor.model, seed)
         with decoding() as decode:
             seeds = [[10 * n + k for k in range(4)] for n in range(len(actor.prompts))]
-            found = decode(actor.prompts, sampling, seeds=seeds, keep_logprobs=True)
-            tokens, own = tokens_of(found), [each.logprobs for each in found]
-            drawn = [each.sampler_logprobs for each in found]
-        assert not any(each.undrawn for each in found)
+            responses = decode(actor.prompts, sampling, seeds=seeds, keep_logprobs=True)
+            tokens, own = tokens_of(responses), [each.logprobs for each in responses]
+            drawn = [each.sampler_logprobs for each in responses]
+        assert not any(each.undrawn for each in responses)
         assert len(tokens) == 12
         for row, response in enumerate(tokens):
             prompt = actor.prompts[row // 4]
@@ -198,10 +199,10 @@ def test_seeds_repeat_responses_and_limits_cut_them(decoding, actor):
 
 def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
     with decoding() as decode:
-        found = tokens_of(
+        texts = tokens_of(
             decode(actor.prompts, Sampling(9, do_sample=False), seeds=[[0], [0], [0]])
         )
-    for prompt, response in zip(actor.prompts, found, strict=True):
+    for prompt, response in zip(actor.prompts, texts, strict=True):
         expected = []
         while not expected or (len(expected) < 9 and expected[-1] not in actor.ends):
             with torch.no_grad():
@@ -213,10 +214,10 @@ def test_greedy_responses_are_those_of_the_plain_model(decoding, actor):
 def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
     prompt, count = actor.prompts[2], 300
     with decoding() as decode:
-        found = tokens_of(decode([prompt], Sampling(1), seeds=[list(range(count))]))
+        texts = tokens_of(decode([prompt], Sampling(1), seeds=[list(range(count))]))
     with torch.no_grad():
         chances = actor.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-    drawn = torch.bincount(torch.tensor(found)[:, 0], minlength=len(chances)) / count
+    drawn = torch.bincount(torch.tensor(texts)[:, 0], minlength=len(chances)) / count
     errors = (chances * (1 - chances) / count).sqrt() + 1e-3
     assert chances.max() < 0.95
     assert ((drawn - chances).abs() / errors).max() < 4
@@ -291,8 +292,8 @@ def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(act
     for needed in range(1, len(prompts) + 1):
 
         def drawn(ids, **options):
-            found = decode(ids, SAMPLING, **{**options, "seeds": seeds})
-            return lambda: decoded_turns(found, keep_logprobs=False)
+            responses = decode(ids, SAMPLING, **{**options, "seeds": seeds})
+            return lambda: decoded_turns(responses, keep_logprobs=False)
 
         draw = Draw(
             drawn,
@@ -324,9 +325,9 @@ def test_prompts_at_the_end_of_the_queue_are_given_up_no_sooner_than_others(acto
     prompts = [PromptSample(torch.arange(3, 5 + n), b"") for n in range(8)]
     own = OwnEngine(site_of(actor, "--per_device_generation_batch_size", "4", ends=frozenset()))
     generate = rollout.Generator(own, eos_ids=(), batch_size=4)
-    found = generate(prompts, Sampling(2), num_generations=1, key=("x",), needed=4)
+    responses = generate(prompts, Sampling(2), num_generations=1, key=("x",), needed=4)
     # Two batches, the longest prompts first; of responses that are as long the first ones are kept.
-    assert [len(each.prompt) for each in found] == [4, 5, 8, 9]
+    assert [len(each.prompt) for each in responses] == [4, 5, 8, 9]
 
 
 def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
@@ -335,13 +336,13 @@ def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
     engine = engine_of(addresses, actor)
     with decoder_of(engine) as decode:
         whole = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
-        found = tokens_of(decode(prompts, SAMPLING, seeds=seeds, needed=5))
+        texts = tokens_of(decode(prompts, SAMPLING, seeds=seeds, needed=5))
         again = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
     closed(engine)
-    groups = [[*map(bool, found[2 * n : 2 * n + 2])] for n in range(len(prompts))]
+    groups = [[*map(bool, texts[2 * n : 2 * n + 2])] for n in range(len(prompts))]
     assert groups.count([True, True]) == 5
     assert groups.count([False, False]) == 4
-    assert all(own in ([], expected) for own, expected in zip(found, whole, strict=True))
+    assert all(own in ([], expected) for own, expected in zip(texts, whole, strict=True))
     assert again == whole
 
 
@@ -358,12 +359,12 @@ def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
 def test_each_batch_of_each_rank_keeps_its_share(
     monkeypatch, world, needed, prompts, batch, expected
 ):
-    found = []
+    shares = []
     for rank in range(world):
         monkeypatch.setattr(rollout, "data_rank", lambda: rank)  # noqa: B023
         monkeypatch.setattr(rollout, "data_world_size", lambda: world)
         mine = list(range(prompts))[rank::world]
         batches = [mine[n : n + batch] for n in range(0, len(mine), batch)]
-        found.append([rollout._share_of(needed, each, mine) for each in batches])
-    assert found == expected
-    assert sum(map(sum, found)) == needed
+        shares.append([rollout._share_of(needed, each, mine) for each in batches])
+    assert shares == expected
+    assert sum(map(sum, shares)) == needed

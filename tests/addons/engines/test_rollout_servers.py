@@ -10,15 +10,10 @@ from unittest import mock
 
 import pytest
 
-from dschat_lora.addons.engines import completions
-from dschat_lora.addons.engines.completions import (
-    CompletionPool,
-    CompletionServer,
-    EngineError,
-    ServerAnswer,
-    ServerError,
-    _Work,
-)
+from dschat_lora.addons.engines import completion_pool, completions
+from dschat_lora.addons.engines.completion_pool import CompletionPool, _Work
+from dschat_lora.addons.engines.completions import CompletionServer, ServerAnswer, ServerError
+from dschat_lora.rl.options.engines import EngineError
 
 END, LIMIT = 2, 4
 
@@ -131,13 +126,13 @@ class FakeSGLang(Fake):
             if body["lora_path"] not in fake.loaded:
                 words = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
                 return self.reply({"error": {"message": words}}, 400)
-            found = [[-0.5, body["input_ids"][0] + 10, None], [-0.25, END, None]]
+            drawn = [[-0.5, body["input_ids"][0] + 10, None], [-0.25, END, None]]
             meta = {
                 "finish_reason": {"type": "stop", "matched": END},
-                "output_token_logprobs": found,
+                "output_token_logprobs": drawn,
             }
             return self.reply(
-                {"text": "", "output_ids": [n for _, n, _ in found], "meta_info": meta}
+                {"text": "", "output_ids": [n for _, n, _ in drawn], "meta_info": meta}
             )
 
         handler.do_GET, handler.do_POST = do_get, do_post
@@ -152,16 +147,16 @@ def servers(*fakes, timeout=5.0, patience=0.3):
     with ExitStack() as stack:
         addresses = [stack.enter_context(fake.running()).address for fake in fakes]
         said = []
-        found = CompletionPool(
+        pool = CompletionPool(
             [CompletionServer(address, timeout) for address in addresses],
             in_flight=3,
             say=said.append,
             ends=frozenset([END]),
             vocabulary_size=64,
         )
-        stack.enter_context(mock.patch.object(completions, "PATIENCE", patience))
-        found.load({"adapter": "/somewhere"})
-        yield found, said
+        stack.enter_context(mock.patch.object(completion_pool, "PATIENCE", patience))
+        pool.load({"adapter": "/somewhere"})
+        yield pool, said
 
 
 def check(answers):
@@ -264,6 +259,7 @@ FAULTS = {
     "no numbers": (with_reply(logprobs=NAN), "each with a log-probability"),
     "no end": (with_reply(token_ids=[5, 6]), "ended a response for 'stop' after 2 tokens, at 6"),
     "cut": (with_reply(finish_reason="length"), "for 'length' after 2 tokens, at 2"),
+    "denies": (replying({"error": "who?"}, 401), "refuses the key of ROLLOUT_API_KEY, 401"),
 }
 
 
@@ -271,16 +267,16 @@ FAULTS = {
 def test_a_server_that_fails_is_lost_and_another_answers_its_prompts(name):
     fault, words = FAULTS[name]
     timeout = 0.2 if name in ("hangs", "trickles") else 5.0
-
+    patience = 60.0 if name == "denies" else 0.0  # which is lost at once
     good, bad = Fake(slow(0.05)), Fake(fault)
-    with servers(good, bad, timeout=timeout, patience=0.0) as (found, said):
-        check(found.begin(BODIES)())
+    with servers(good, bad, timeout=timeout, patience=patience) as (pool, said):
+        check(pool.begin(BODIES)())
         assert bad.asked > 0
         lines = [line for line in said if line.startswith(f"{bad.address} is lost: ")]
         assert len(lines) == len(said) == 1
         assert words in lines[0]
         asked = bad.asked
-        check(found.begin(BODIES)())  # and is not asked again
+        check(pool.begin(BODIES)())  # and is not asked again
         assert bad.asked == asked
 
 
@@ -300,40 +296,40 @@ PASSING = {
 @pytest.mark.parametrize("name", PASSING)
 def test_what_passes_loses_no_server(name):
     patience = 0.0 if name in ("two failures", "no room") else 0.3
-    with servers(Fake(PASSING[name]), patience=patience) as (found, said):
-        check(found.begin(BODIES)())
+    with servers(Fake(PASSING[name]), patience=patience) as (pool, said):
+        check(pool.begin(BODIES)())
         assert said == []
 
 
 def test_a_mistake_while_a_reply_is_read_ends_no_thread_and_loses_no_prompt():
-    read, calls = completions.read_answer, iter([MemoryError(), KeyError("x")])
+    read, calls = completion_pool.read_answer, iter([MemoryError(), KeyError("x")])
 
     def fail_twice(*args):
         for error in calls:
             raise error
         return read(*args)
 
-    with servers(Fake()) as (found, said):
-        with mock.patch.object(completions, "read_answer", fail_twice):
-            check(found.begin(BODIES)())
+    with servers(Fake()) as (pool, said):
+        with mock.patch.object(completion_pool, "read_answer", fail_twice):
+            check(pool.begin(BODIES)())
         assert said == []
 
 
 def test_the_key_is_that_for_rollouts_alone(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "of another service")
-    with servers(fake := Fake()) as (found, _):
-        check(found.begin(BODIES)())
+    with servers(fake := Fake()) as (pool, _):
+        check(pool.begin(BODIES)())
         assert fake.keys == {None}
         monkeypatch.setenv("ROLLOUT_API_KEY", "secret")
-        check(found.begin(BODIES)())
+        check(pool.begin(BODIES)())
         assert fake.keys == {None, "Bearer secret"}
 
 
 def test_where_no_server_is_left_the_error_names_each_and_why():
     fakes = Fake(drop), Fake(replying({"error": "full"}, 500))
-    with servers(*fakes, patience=0.0) as (found, said):
+    with servers(*fakes, patience=0.0) as (pool, said):
         with pytest.raises(EngineError, match="no server is left") as error:
-            found.begin(BODIES)()
+            pool.begin(BODIES)()
         assert all(fake.address in str(error.value) for fake in fakes)
         assert "500" in str(error.value)
         assert len(said) == 2
@@ -342,8 +338,8 @@ def test_where_no_server_is_left_the_error_names_each_and_why():
 def test_a_request_that_is_refused_ends_all_at_once():
     refusal = replying({"error": {"message": "the prompt is too long"}}, 400)
     words = "refuses what is asked, 400: .*too long"
-    with servers(Fake(), Fake(refusal)) as (found, _), pytest.raises(EngineError, match=words):
-        found.begin(BODIES)()
+    with servers(Fake(), Fake(refusal)) as (pool, _), pytest.raises(EngineError, match=words):
+        pool.begin(BODIES)()
 
 
 def test_the_reason_of_a_refusal_is_that_of_the_first(monkeypatch):
@@ -356,19 +352,8 @@ def test_the_reason_of_a_refusal_is_that_of_the_first(monkeypatch):
         return replying({"error": "too long"} if number == 1 else b"", 400)(handler, body, number)
 
     monkeypatch.setattr(_Work, "end", lambda work: first.set())
-    with servers(Fake(refuse)) as (found, _), pytest.raises(EngineError, match="400: .*too long"):
-        found.begin(BODIES)()
-
-
-def test_a_server_that_does_not_take_the_key_any_more_is_lost_at_once():
-    def strict(handler, body, number):
-        return number > 3 and replying({"error": "who are you?"}, 401)(handler, body, number)
-
-    with servers(Fake(), strange := Fake(strict)) as (found, said):
-        check(found.begin(BODIES)())
-        assert found.lost.keys() == {strange.address}
-        assert "refuses the key of ROLLOUT_API_KEY, 401" in said[0]
-        assert strange.asked < 10
+    with servers(Fake(refuse)) as (pool, _), pytest.raises(EngineError, match="400: .*too long"):
+        pool.begin(BODIES)()
 
 
 def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
@@ -377,15 +362,15 @@ def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
             time.sleep(1.5)
         return False
 
-    with servers(fake := Fake(slow_for_one)) as (found, said):
+    with servers(fake := Fake(slow_for_one)) as (pool, said):
         start = time.monotonic()
-        wait = found.begin(BODIES, group_size=2, needed=9)
+        wait = pool.begin(BODIES, group_size=2, needed=9)
         answers = wait()
         assert time.monotonic() - start < 1.2
         assert [n for n, answer in enumerate(answers) if answer is None] == [2, 3]
         assert said == []
         assert fake.asked <= len(BODIES)
-        check(found.begin(BODIES)())
+        check(pool.begin(BODIES)())
 
 
 def test_answers_beyond_those_that_are_needed_are_given_up_too():
@@ -397,37 +382,37 @@ def test_answers_beyond_those_that_are_needed_are_given_up_too():
 
 
 def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():
-    with servers(fake := Fake(slow(0.1))) as (found, said):
-        wait = found.begin(BODIES)
-        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
-        check(found.begin([{**body, "model": "next"} for body in BODIES])())
+    with servers(fake := Fake(slow(0.1))) as (pool, said):
+        wait = pool.begin(BODIES)
+        pool.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        check(pool.begin([{**body, "model": "next"} for body in BODIES])())
         check(wait())
         assert sorted(fake.loaded) == ["adapter", "next"]
-        found.load({"next": "/elsewhere"})
+        pool.load({"next": "/elsewhere"})
         assert fake.loaded == ["next"]
         assert said == []
 
 
 def test_what_a_lost_server_left_is_drawn_when_it_is_back(state, down):
-    with servers(fake := Fake(down), patience=0.0) as (found, said):
-        wait = found.begin(BODIES)
-        while not found.lost:
+    with servers(fake := Fake(down), patience=0.0) as (pool, said):
+        wait = pool.begin(BODIES)
+        while not pool.lost:
             time.sleep(0.01)
         state.clear()
         fake.loaded.clear()
-        found.load({"adapter": "/somewhere", "next": "/elsewhere"})
+        pool.load({"adapter": "/somewhere", "next": "/elsewhere"})
         assert sorted(fake.loaded) == ["adapter", "next"]
         check(wait())
         assert [line.split(" is ")[1][:4] for line in said] == ["lost", "back"]
 
 
 def test_closing_ends_what_is_being_drawn_without_a_word():
-    with servers(fake := Fake(slow(1.5)), patience=0.0) as (found, said):
-        found.begin(BODIES)
+    with servers(fake := Fake(slow(1.5)), patience=0.0) as (pool, said):
+        pool.begin(BODIES)
         while fake.asked < 3:
             time.sleep(0.01)
         start = time.monotonic()
-        found.close()
+        pool.close()
         for thread in threading.enumerate():
             if thread.name.endswith("(_ask_all)"):
                 thread.join()
@@ -439,8 +424,8 @@ def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
     fake = FakeSGLang()
     options = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "stop_token_ids": [END]}
     options |= {"repetition_penalty": 1.0, "ignore_eos": True, "logprobs": 0}
-    with servers(fake) as (found, said):
-        check(found.begin([{**body, **options} for body in BODIES])())
+    with servers(fake) as (pool, said):
+        check(pool.begin([{**body, **options} for body in BODIES])())
         assert sorted(body["input_ids"][0] for body in fake.bodies) == list(range(20))
         body = next(body for body in fake.bodies if body["input_ids"] == [7])
         assert body.pop("sampling_params") == {
@@ -456,29 +441,24 @@ def test_sglang_is_known_by_its_models_and_asked_in_its_own_words():
         expected = {"input_ids": [7], "lora_path": "adapter", "return_logprob": True}
         assert body == expected
         fake.loaded.clear()  # started again
-        check(found.begin(BODIES)())
-        found.load({"next": "/elsewhere"})
-        assert fake.loaded == ["next"]
-        assert said == []
-
-
-def test_ranks_that_load_no_adapters_know_sglang_too():
-    with servers(fake := FakeSGLang(), patience=0.0) as (first, said):
-        other = replace(
-            first, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
+        check(pool.begin(BODIES)())
+        other = replace(  # of a rank that loads no adapters
+            pool, servers=[CompletionServer(fake.address, 5.0)], adapters={}, _works=[]
         )
-        other.adopt(first.adapters, {})
+        other.adopt(pool.adapters, {})
         check(other.begin(BODIES)())
+        pool.load({"next": "/elsewhere"})
+        assert fake.loaded == ["next"]
         assert said == []
 
 
 def test_vllm_and_sglang_share_prompts_and_nonsense_of_one_loses_it():
     with servers(good := Fake(), bad := FakeSGLang(replying({"meta_info": {}})), patience=0.0) as (
-        found,
+        pool,
         said,
     ):
-        check(found.begin(BODIES)())
-        assert found.lost.keys() == {bad.address}
+        check(pool.begin(BODIES)())
+        assert pool.lost.keys() == {bad.address}
         assert "no output_token_logprobs and finish_reason, as SGLang's have" in said[0]
         assert good.asked >= len(BODIES) - bad.asked
 
@@ -491,42 +471,39 @@ def test_a_server_that_was_started_again_gets_the_adapter_again():
         return unknown and replying({"message": "no such model"}, 404)(handler, body, number)
 
     fake = Fake(forgetful)
-    with servers(fake) as (found, said):
-        check(found.begin(BODIES)())
+    with servers(fake) as (pool, said):
+        check(pool.begin(BODIES)())
         assert fake.loaded == ["adapter"]
         assert said == []
 
 
 def test_adapters_follow_each_other_and_a_lost_server_is_back_with_the_next(state, down):
     good, bad = Fake(slow(0.05)), Fake(down)
-    with servers(good, bad, patience=0.0) as (found, said):
-        check(found.begin(BODIES)())
-        assert found.lost.keys() == {bad.address}
+    with servers(good, bad, patience=0.0) as (pool, said):
+        check(pool.begin(BODIES)())
+        assert pool.lost.keys() == {bad.address}
         state.clear()
-        found.load({"next": "/elsewhere"})
-        assert found.lost == {}
+        pool.load({"next": "/elsewhere"})
+        assert pool.lost == {}
         assert said[-1] == f"{bad.address} is back"
         assert good.loaded == bad.loaded == ["next"]
         before = bad.asked
-        check(found.begin([{**body, "model": "next"} for body in BODIES])())
+        check(pool.begin([{**body, "model": "next"} for body in BODIES])())
         assert bad.asked > before
-        found.close()
+        pool.close()
         assert good.loaded == bad.loaded == []
 
 
-def test_a_server_that_takes_no_adapters_is_refused_with_what_to_do():
+def test_a_server_that_takes_no_adapters_is_lost_and_alone_refused_with_what_to_do():
+    with servers(Fake(), bad := Fake(adapters=False)) as (pool, said):
+        assert pool.lost.keys() == {bad.address}
+        assert len(said) == 1
+        assert "--enable-lora" in said[0]
+        check(pool.begin(BODIES)())
+        assert bad.asked == 0
     words = "--allow_runtime_lora_updating .*--enable-lora"
     with pytest.raises(EngineError, match=words), servers(Fake(adapters=False)):
         pass
-
-
-def test_a_server_that_takes_no_adapters_is_lost_where_others_do():
-    with servers(Fake(), bad := Fake(adapters=False)) as (found, said):
-        assert found.lost.keys() == {bad.address}
-        assert len(said) == 1
-        assert "--enable-lora" in said[0]
-        check(found.begin(BODIES)())
-        assert bad.asked == 0
 
 
 def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_back():
@@ -542,35 +519,36 @@ def test_each_server_is_checked_for_processed_log_probabilities_and_when_it_is_b
         return with_reply(token_ids=[END], logprobs=logprobs)(handler, body, number)
 
     good, bad = Fake(one_token), Fake(one_token)
-    with servers(good, bad) as (found, said):
-        found.check_logprobs(BODIES[0])
-        assert found.lost.keys() == {bad.address}
+    with servers(good, bad) as (pool, said):
+        pool.check_logprobs(BODIES[0])
+        assert pool.lost.keys() == {bad.address}
         assert "processed_logprobs" in said[0]
         state["raw"] = False
-        found.load({"adapter": "/somewhere"})
-        found.check_logprobs(BODIES[0])
-        found.check_logprobs(BODIES[0])
-        assert found.lost == {}
+        pool.load({"adapter": "/somewhere"})
+        pool.check_logprobs(BODIES[0])
+        pool.check_logprobs(BODIES[0])
+        assert pool.lost == {}
         assert (good.asked, bad.asked) == (1, 2)
         state["raw"] = True  # as one that was started again without the option
-        found.adopt({"adapter": "/somewhere"}, {bad.address: "gone"})
-        found.load({"adapter": "/somewhere"})
-        found.check_logprobs(BODIES[0])
-        assert found.lost.keys() == {bad.address}
+        pool.adopt({"adapter": "/somewhere"}, {bad.address: "gone"})
+        pool.load({"adapter": "/somewhere"})
+        pool.check_logprobs(BODIES[0])
+        assert pool.lost.keys() == {bad.address}
 
 
 def test_loading_and_unloading_end_soon_where_a_server_hangs(monkeypatch):
+    monkeypatch.setattr(completions, "CONNECT_SECONDS", 0.3)
     for name in ("LOAD_SECONDS", "UNLOAD_SECONDS", "CONNECT_SECONDS"):
-        monkeypatch.setattr(completions, name, 0.3)
-    with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (found, said):
+        monkeypatch.setattr(completion_pool, name, 0.3)
+    with servers(Fake(), silent := Fake(), Fake(), timeout=60.0) as (pool, said):
         silent.server.shutdown()  # it listens, and answers no new connection
         start = time.monotonic()
-        found.load({"next": "/elsewhere"})
-        assert found.lost.keys() == {silent.address}
+        pool.load({"next": "/elsewhere"})
+        assert pool.lost.keys() == {silent.address}
         assert "no answer came within 0.3 seconds" in said[0]
-        found.load({"third": "/elsewhere"})
-        found.servers[1].lost = None
-        found.close()
+        pool.load({"third": "/elsewhere"})
+        pool.servers[1].lost = None
+        pool.close()
         assert time.monotonic() - start < 3.0
 
 
@@ -584,12 +562,12 @@ def test_all_servers_are_woken_and_put_to_sleep_and_one_that_cannot_be_is_lost()
         )
 
     good, bad = Fake(awake), Fake(awake)
-    with servers(good, bad) as (found, said):
-        found.set_awake(False)
-        assert (asked, found.lost) == (["/sleep?level=1"] * 2, {})
-        found.set_awake(True)
+    with servers(good, bad) as (pool, said):
+        pool.set_awake(False)
+        assert (asked, pool.lost) == (["/sleep?level=1"] * 2, {})
+        pool.set_awake(True)
         assert asked[2:] == ["/wake_up"] * 2
-        assert found.lost.keys() == {bad.address}
+        assert pool.lost.keys() == {bad.address}
         assert "it answers 500" in said[0]
 
 

@@ -49,15 +49,15 @@ class Run:
 
     def play(self, iterations):
         """(iteration, the version that drew it) of so many iterations."""
-        found = []
+        versions = []
         for _ in range(iterations):
             responses = self.ahead()
             assert {each.prompt for each in responses} == {(self.iteration,)}
             assert all(each.origin.policy_version == each.tokens[0] for each in responses)
             assert [each.columns for each in responses] == [b'{"row": 0}', b'{"row": 1}']
-            found.append((self.iteration, responses[0].origin.policy_version))
+            versions.append((self.iteration, responses[0].origin.policy_version))
             self.iteration += 1
-        return found
+        return versions
 
 
 @pytest.mark.smoke
@@ -92,7 +92,7 @@ def test_later_iterations_are_begun_before_the_present_one_is_waited_for():
 def test_a_resumed_run_learns_from_what_was_begun_before_it_was_stopped(stopped):
     whole, run = Run(2), Run(2)
     expected = whole.play(6)
-    found = run.play(stopped)
+    versions = run.play(stopped)
     saved = json.loads(json.dumps(jsonable(run.ahead.state()), allow_nan=False))
     assert sorted(map(int, saved)) == [stopped, stopped + 1]
     resumed = Run(2)
@@ -101,7 +101,7 @@ def test_a_resumed_run_learns_from_what_was_begun_before_it_was_stopped(stopped)
     responses = resumed.ahead()
     assert math.isnan(responses[0].logprobs[0])
     assert responses[0].logprobs[1] == -0.5
-    assert found + resumed.play(6 - stopped) == expected
+    assert versions + resumed.play(6 - stopped) == expected
     assert resumed.told[0] == ("begin", stopped + 2, stopped)
 
 

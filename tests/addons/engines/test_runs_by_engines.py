@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 
 import dschat_lora as dl
 from addons.engines.fake_vllm import command_of
-from dschat_lora.addons.engines import completions
+from dschat_lora.addons.engines import completion_pool
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.rl.loop import setup
@@ -54,10 +54,10 @@ def own(tmp_path_factory):
 
 def drawn(home):
     """Responses by iteration, and by what they were drawn."""
-    found = {}
+    rows = {}
     for row in rollouts(Path(home)):
-        found.setdefault(row["iteration"], []).append((row["response"], row["policy_version"]))
-    return found
+        rows.setdefault(row["iteration"], []).append((row["response"], row["policy_version"]))
+    return rows
 
 
 def check_beside_own(run, own):
@@ -138,7 +138,7 @@ def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
 def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes_on(
     own, tmp_path, monkeypatch, ahead
 ):
-    monkeypatch.setattr(completions, "PATIENCE", 0.0)
+    monkeypatch.setattr(completion_pool, "PATIENCE", 0.0)
     home, shared = tmp_path / "run", tmp_path / "shared"
     with ExitStack() as servers:
         address = servers.enter_context(server())
@@ -223,9 +223,9 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
         dl.rlhf(data=ROWS, rewards=brevity, output_dir=home, resume="latest", quiet=True)
     lags = [line["rollout_version_lag"] for line in of_kind(whole, "train")]
     assert lags == [0, 1, 1, 1]
-    found = drawn(whole.path)
-    assert [{version for _, version in found[n]} for n in sorted(found)] == [{0}, {0}, {1}, {2}]
-    assert drawn(home) == found
+    rows = drawn(whole.path)
+    assert [{version for _, version in rows[n]} for n in sorted(rows)] == [{0}, {0}, {1}, {2}]
+    assert drawn(home) == rows
     # What an adapter that learnt nothing draws with the same seeds, by our own decoder.
     still = {**SMALL, "rollouts_ahead": 0, "actor_lora_learning_rate": 1e-12}
     untrained = dl.rlhf(
@@ -234,7 +234,7 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
     texts = {}
     for row in rollouts(Path(untrained.path)):
         texts.setdefault(row["iteration"], []).append(row["response"])
-    same = [[text for text, _ in found[n]] == texts[n] for n in (1, 2, 3)]
+    same = [[text for text, _ in rows[n]] == texts[n] for n in (1, 2, 3)]
     assert same == [True, True, False]
     # Weights mend what the older adapter bends.
     line = of_kind(whole, "train")[-1]

@@ -11,7 +11,8 @@ import pytest
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_command, serve_environment
 
 from addons.engines import fake_vllm
-from dschat_lora.addons.engines.completions import CompletionPool, CompletionServer
+from dschat_lora.addons.engines.completion_pool import CompletionPool
+from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.config.options import parse_config
 from dschat_lora.engine.rendezvous import usable_port
 from dschat_lora.rl.draw import vllm_server
@@ -74,15 +75,15 @@ def test_the_environment_is_that_of_another_python_and_of_no_launch(monkeypatch)
     ours = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": "/ours", "VLLM_API_KEY": "other"}
     for name, value in {**ours, "HF_HOME": "/hub", "ROLLOUT_API_KEY": ""}.items():
         monkeypatch.setenv(name, value)
-    found = serve_environment(None, sleeps=False)
-    assert not ours.keys() & found.keys()
-    assert found["HF_HOME"] == "/hub"
-    assert found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
-    assert "VLLM_SERVER_DEV_MODE" not in found
+    variables = serve_environment(None, sleeps=False)
+    assert not ours.keys() & variables.keys()
+    assert variables["HF_HOME"] == "/hub"
+    assert variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+    assert "VLLM_SERVER_DEV_MODE" not in variables
     monkeypatch.setenv("ROLLOUT_API_KEY", "secret")
-    found = serve_environment("3", sleeps=True)
-    assert found["VLLM_API_KEY"] == "secret"
-    assert (found["VLLM_SERVER_DEV_MODE"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "3")
+    variables = serve_environment("3", sleeps=True)
+    assert variables["VLLM_API_KEY"] == "secret"
+    assert (variables["VLLM_SERVER_DEV_MODE"], variables["CUDA_VISIBLE_DEVICES"]) == ("1", "3")
 
 
 def test_a_server_is_waited_for_and_ends_with_what_it_has_started(tmp_path):

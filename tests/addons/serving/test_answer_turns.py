@@ -12,11 +12,11 @@ from dschat_lora.assets import BUNDLED_MODEL
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    found = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    bundled = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     special = ["[TOOL_CALLS]", "<|im_end|>"]
-    found.add_tokens([AddedToken(t, special=True) for t in special], special_tokens=True)
-    found.add_tokens([AddedToken("<tool_call>", special=False)])
-    return found
+    bundled.add_tokens([AddedToken(t, special=True) for t in special], special_tokens=True)
+    bundled.add_tokens([AddedToken("<tool_call>", special=False)])
+    return bundled
 
 
 def turn_of(tokenizer, text, *, at_once, **options):

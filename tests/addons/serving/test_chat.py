@@ -167,8 +167,8 @@ def test_runs_of_one_name_are_numbered_and_their_parts_have_the_name_of_the_run(
     words = [str(runs["a"] / "adapter"), str(other), str(runs["b"])]
     assert [each.name for each in find_models(words, with_base=True)] == ["base", "a", "a-2", "b"]
     actor = write_run(tmp_path / "rlhf" / "actor", seed=3)
-    (found,) = find_models([str(actor.parent)], with_base=False)
-    assert (found.name, found.source.adapter) == ("rlhf", (actor / "adapter").resolve())
+    (named,) = find_models([str(actor.parent)], with_base=False)
+    assert (named.name, named.source.adapter) == ("rlhf", (actor / "adapter").resolve())
     checkpoint = tmp_path / "sft" / "checkpoints" / "step-00000100"
     checkpoint.mkdir(parents=True)
     assert model_name(str(checkpoint)) == "sft-step-00000100"

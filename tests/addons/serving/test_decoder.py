@@ -30,29 +30,29 @@ def models(runs):
 
 @pytest.fixture
 def decoder(models):
-    found = AnswerDecoder({m.batch for m in models.values()}, max_batch_size=3, max_queue=100)
-    found.start()
-    yield found
-    found.close()
-    found.join()
+    started = AnswerDecoder({m.batch for m in models.values()}, max_batch_size=3, max_queue=100)
+    started.start()
+    yield started
+    started.close()
+    started.join()
 
 
 @pytest.fixture
 def slow(models):
     """A decoder of one answer at a time, and a model whose answers do not end."""
     model = endless(models["base"])
-    found = AnswerDecoder([model.batch], max_batch_size=1, max_queue=1)
-    found.start()
-    yield found, model
-    found.close()
-    found.join()
+    started = AnswerDecoder([model.batch], max_batch_size=1, max_queue=1)
+    started.start()
+    yield started, model
+    started.close()
+    started.join()
 
 
 def pieces_of(queue):
-    found = [queue.get(timeout=60)]
-    while not found[-1].is_last:
-        found.append(queue.get(timeout=60))
-    return found
+    pieces = [queue.get(timeout=60)]
+    while not pieces[-1].is_last:
+        pieces.append(queue.get(timeout=60))
+    return pieces
 
 
 def test_runs_of_one_base_share_it_and_are_named_after_their_directories(models):
@@ -100,7 +100,7 @@ def test_the_same_seed_gives_the_same_answer_whoever_else_is_answered(models, de
 
 def conversation(model, decoder, turns):
     """Tokens of each prompt that were not computed again, its length, and what was said."""
-    text, found = [], []
+    text, answers = [], []
     for number in range(turns):
         messages = [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)] * 3}]
         text += model.chat_ids(messages)
@@ -108,9 +108,9 @@ def conversation(model, decoder, turns):
         decoder.submit(model, text, GREEDY, queue.put)
         pieces = pieces_of(queue)
         ids = [token for piece in pieces for token in piece.ids]
-        found.append((pieces[-1].cached, len(text), ids))
+        answers.append((pieces[-1].cached, len(text), ids))
         text = text + ids
-    return found
+    return answers
 
 
 def test_a_turn_reads_what_is_new_and_says_what_it_says_without_the_cache(runs, models, decoder):
@@ -121,12 +121,12 @@ def test_a_turn_reads_what_is_new_and_says_what_it_says_without_the_cache(runs, 
     try:
         for name in models:
             anew = conversation(without[name], other, 3)
-            found = conversation(models[name], decoder, 3)
-            assert [said for *_, said in found] == [said for *_, said in anew]
+            turns = conversation(models[name], decoder, 3)
+            assert [said for *_, said in turns] == [said for *_, said in anew]
             assert [cached for cached, *_ in anew] == [0, 0, 0]
             # All of the turn before but its last token, which was said and not read.
-            fed = [length + len(said) - 1 for _, length, said in found]
-            assert [cached for cached, *_ in found] == [0, *fed[:-1]]
+            fed = [length + len(said) - 1 for _, length, said in turns]
+            assert [cached for cached, *_ in turns] == [0, *fed[:-1]]
     finally:
         other.close()
         other.join()

@@ -29,8 +29,8 @@ def address(runs):
     config = ServeConfig(
         models=("base",), allow_runtime_lora_updating=True, logprobs_mode="processed_logprobs"
     )
-    with running_server(make_service(config, runs[0] / "votes.jsonl")) as found:
-        yield found
+    with running_server(make_service(config, runs[0] / "votes.jsonl")) as url:
+        yield url
 
 
 def load(address, name, path):

@@ -83,14 +83,14 @@ def service(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(service):
-    with running_server(service) as found:
-        yield found
+    with running_server(service) as url:
+        yield url
 
 
 @pytest.fixture
 def client(address):
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -110,10 +110,10 @@ def says(monkeypatch, service):
 
 def collected(stream):
     """What a stream's chunks are together: contents, calls, log-probabilities, finishes."""
-    found = {}
+    by_choice = {}
     for chunk in stream:
         for choice in chunk.choices:
-            whole = found.setdefault(choice.index, {"text": "", "calls": [], "logprobs": []})
+            whole = by_choice.setdefault(choice.index, {"text": "", "calls": [], "logprobs": []})
             whole["text"] += choice.delta.content or ""
             for call in choice.delta.tool_calls or []:
                 assert call.index == len(whole["calls"])
@@ -121,7 +121,7 @@ def collected(stream):
             if choice.logprobs is not None:
                 whole["logprobs"] += choice.logprobs.content
             whole["finish"] = choice.finish_reason
-    return found
+    return by_choice
 
 
 def as_collected(answer):
@@ -172,8 +172,8 @@ def test_text_that_only_begins_like_a_call_stays_text(client, says):
         answer = client.chat.completions.create(
             model="base", messages=HI, tools=[ADD], stream=stream
         )
-        (found,) = (collected(answer) if stream else as_collected(answer)).values()
-        assert found == {"text": text, "calls": [], "logprobs": [], "finish": "stop"}
+        (answered,) = (collected(answer) if stream else as_collected(answer)).values()
+        assert answered == {"text": text, "calls": [], "logprobs": [], "finish": "stop"}
 
 
 def test_without_tools_or_where_none_may_be_called_an_answer_is_text(client, says):
@@ -416,12 +416,12 @@ def test_logprobs_are_the_model_s_own_whatever_the_sampling(client, service):
 def test_completions_give_logprobs_in_their_old_form_streamed_too(client):
     asked = {"model": "base", "prompt": "human: Hi\nassistant:", "max_tokens": 6, "temperature": 0}
     whole = client.completions.create(**asked, logprobs=2).choices[0]
-    found = whole.logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
-    assert "".join(found.tokens).startswith(whole.text)
-    assert found.text_offset == [len("".join(found.tokens[:n])) for n in range(6)]
+    logprobs = whole.logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6
+    assert "".join(logprobs.tokens).startswith(whole.text)
+    assert logprobs.text_offset == [len("".join(logprobs.tokens[:n])) for n in range(6)]
     for token, logprob, best in zip(
-        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
         assert best[token] == logprob == max(best.values())
     chunks = [c.choices[0] for c in client.completions.create(**asked, logprobs=2, stream=True)]
@@ -429,5 +429,5 @@ def test_completions_give_logprobs_in_their_old_form_streamed_too(client):
     assert len(given) > 1
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         joined = [value for each in given for value in getattr(each, name)]
-        assert joined == getattr(found, name)
+        assert joined == getattr(logprobs, name)
     assert client.completions.create(**asked).choices[0].logprobs is None

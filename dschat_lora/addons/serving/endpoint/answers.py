@@ -220,8 +220,8 @@ class AnswerResponse(Response):
             ended: dict[str, Any] = {"logprobs": whole.logprobs, "finish_reason": whole.finish}
             prompt = self._request.prompts[index // self._request.n]
             if self._request.options.prompt_logprobs:  # as vLLM: nothing of the first token
-                found = zip(prompt[1:], of_prompts[index], strict=True)
-                described = [{str(n): {"logprob": max(x, -9999.0)}} for n, x in found]
+                scored = zip(prompt[1:], of_prompts[index], strict=True)
+                described = [{str(n): {"logprob": max(x, -9999.0)}} for n, x in scored]
                 ended["prompt_logprobs"] = [None, *described]
             if self._request.options.return_token_ids:
                 ended["token_ids"] = list(whole.ids)

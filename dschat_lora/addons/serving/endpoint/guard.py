@@ -226,7 +226,7 @@ HANDLERS: Mapping[Any, Any] = {
 }
 
 
-async def read_json(request: Request) -> Any:
+async def read_json(request: Request) -> object:
     """The JSON that a request holds: finite numbers, texts of whole characters, each name once.
 
     Raises:
@@ -237,7 +237,7 @@ async def read_json(request: Request) -> Any:
         raise ApiError(415, f"Content-Type must be application/json, found {kind!r:.80}")
     body = await request.body()
     try:
-        value = json.loads(
+        value: object = json.loads(
             body.decode(),
             parse_constant=_finite,
             parse_float=_finite,

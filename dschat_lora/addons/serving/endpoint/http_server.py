@@ -47,8 +47,8 @@ def make_app(
 class HttpServer(uvicorn.Server):
     """Serves an application of :func:`make_app`; ``options`` are of uvicorn's configuration."""
 
-    def __init__(self, app: Starlette, **options: Any) -> None:
-        super().__init__(uvicorn.Config(app, http=HttpConnection, **_QUIET, **options))
+    def __init__(self, app: Starlette, **options: int) -> None:
+        super().__init__(uvicorn.Config(app, http=HttpConnection, **{**_QUIET, **options}))
 
 
 class HttpConnection(H11Protocol):

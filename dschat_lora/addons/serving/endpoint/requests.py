@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from dschat_lora.addons.serving.endpoint.grammars import (
     Grammar,
@@ -19,6 +19,8 @@ from dschat_lora.data.chat import ends_in_words
 from dschat_lora.data.messages import Message, check_message, medium_of, with_arguments
 from dschat_lora.models.loading import Tokenizer
 
+T = TypeVar("T")
+NumberT = TypeVar("NumberT", int, float)
 MAX_CHOICES = 16
 # Logits of up to 1e32 divided by it are finite in fp32.
 MIN_TEMPERATURE = 1e-6
@@ -141,7 +143,7 @@ class Fields:
         # As OpenAI: null is the same as absent.
         self._left = {name: value for name, value in body.items() if value is not None}
 
-    def take(self, name: str, kinds: type | tuple[type, ...], words: str) -> Any:
+    def take(self, name: str, kinds: type[T] | tuple[type[T], ...], words: str) -> T | None:
         """The value of a field, None where it is absent; ``words`` say what it must be."""
         value = self._left.pop(name, None)
         is_kind = isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
@@ -149,13 +151,14 @@ class Fields:
             raise invalid(f"{name} must be {words}, found {_shown(value)}", name)
         return value
 
-    def number(self, name: str, low: float, high: float, *, whole: bool = False) -> Any:
-        """A number in [low, high], None where it is absent."""
+    def number(self, name: str, low: float, high: float, kind: type[NumberT]) -> NumberT | None:
+        """A number in [low, high], whole where ``kind`` is int; None where it is absent."""
+        whole = kind is int
         words = f"{'a whole number' if whole else 'a number'} in [{low:g}, {high:g}]"
-        value = self.take(name, int if whole else (int, float), words)
+        value = self.take(name, (int,) if whole else (int, float), words)
         if value is not None and not low <= value <= high:
             raise invalid(f"{name} must be {words}, found {_shown(value)}", name)
-        return value
+        return None if value is None else kind(value)
 
     def finish(self) -> None:
         """Refuse fields that nothing has taken, but for those that ask for nothing."""
@@ -232,7 +235,7 @@ def chat_request(
         prompt = model.chat_ids(messages, columns)
     except ValueError as error:
         raise invalid(str(error), "messages") from error
-    top = fields.number("top_logprobs", 0, _MAX_LOGPROBS, whole=True)
+    top = fields.number("top_logprobs", 0, _MAX_LOGPROBS, int)
     asked = fields.take("logprobs", bool, "true or false")
     if top and not asked:
         raise invalid("top_logprobs is for logprobs: true", "top_logprobs")
@@ -246,14 +249,14 @@ def chat_request(
 def _turn(fields: Fields, messages: Sequence[Message]) -> dict[str, bool]:
     """Whose turn it is after the messages, where the request says so, in vLLM's fields."""
     given = {name: fields.take(name, bool, "true or false") for name in TURN_FIELDS}
-    found = {name: value for name, value in given.items() if value is not None}
-    if not found.get(field := "continue_final_message"):
-        return found
-    if found.get("add_generation_prompt"):
+    asked = {name: value for name, value in given.items() if value is not None}
+    if not asked.get(field := "continue_final_message"):
+        return asked
+    if asked.get("add_generation_prompt"):
         raise invalid(f"{field} is for add_generation_prompt: false", field)
     if not ends_in_words(messages):
         raise invalid(f"{field} is for a last message of the assistant's, with text", field)
-    return found
+    return asked
 
 
 def text_request(
@@ -283,8 +286,8 @@ def text_request(
         if not all(0 <= token < size for token in each):
             raise invalid(f"tokens of prompt must be in [0, {size - 1}]", "prompt")
         prompts.append(tuple(each))
-    logprobs = fields.number("logprobs", 0, _MAX_LOGPROBS, whole=True)
-    scores = fields.number("prompt_logprobs", 0, 0, whole=True) is not None
+    logprobs = fields.number("logprobs", 0, _MAX_LOGPROBS, int)
+    scores = fields.number("prompt_logprobs", 0, 0, int) is not None
     request = _request(fields, model, tuple(prompts), defaults, default_tokens=16)
     if scores and request.stream:
         raise invalid("prompt_logprobs is for stream: false", "prompt_logprobs")
@@ -324,15 +327,15 @@ def _request(
     *,
     default_tokens: int | None,
 ) -> AnswerRequest:
-    n = fields.number("n", 1, MAX_CHOICES, whole=True) or 1
+    n = fields.number("n", 1, MAX_CHOICES, int) or 1
     _check_number(n * len(prompts))
     stream = bool(fields.take("stream", bool, "true or false"))
     stream_options = fields.take("stream_options", dict, "an object") or {}
     if stream_options and not stream:
         raise invalid("stream_options is for stream: true", "stream_options")
     limit = model.limit
-    asked = fields.number("max_completion_tokens", 1, limit, whole=True)
-    asked = fields.number("max_tokens", 1, limit, whole=True) or asked
+    asked = fields.number("max_completion_tokens", 1, limit, int)
+    asked = fields.number("max_tokens", 1, limit, int) or asked
     ends = fields.take("stop_token_ids", list, "a list of tokens") or []
     size = model.vocabulary_size
     if len(ends) > _MAX_STOPS or not _is_tokens([0, *ends]) or not all(0 <= n < size for n in ends):
@@ -369,17 +372,17 @@ def _check_number(answers: int) -> None:
 
 def _sampling(fields: Fields, defaults: AnswerDefaults) -> tuple[float, float, int]:
     """Temperature, top-p and top-k."""
-    temperature = fields.number("temperature", 0, 2)
+    temperature = fields.number("temperature", 0, 2, float)
     if temperature and temperature < MIN_TEMPERATURE:
         words = f"0 (greedy) or at least {MIN_TEMPERATURE:g}, found {temperature}"
         raise invalid(f"temperature must be {words}", "temperature")
-    top_p = fields.number("top_p", 0, 1)
+    top_p = fields.number("top_p", 0, 1, float)
     if top_p == 0:
         raise invalid("top_p must be in (0, 1], found 0", "top_p")
-    top_k = fields.number("top_k", 0, 2**31, whole=True)
+    top_k = fields.number("top_k", 0, 2**31, int)
     return (
-        defaults.temperature if temperature is None else float(temperature),
-        defaults.top_p if top_p is None else float(top_p),
+        defaults.temperature if temperature is None else temperature,
+        defaults.top_p if top_p is None else top_p,
         defaults.top_k if top_k is None else top_k,
     )
 

@@ -80,8 +80,8 @@ def chat_ids(
     mark = secrets.token_hex(8)  # that nobody knows
     typed: list[str] = []
 
-    def hide(found: re.Match[str]) -> str:
-        typed.append(found[0])
+    def hide(match: re.Match[str]) -> str:
+        typed.append(match[0])
         return f"{mark}{len(typed) - 1};"
 
     # Arguments that are JSON text may spell one by escapes.
@@ -90,8 +90,8 @@ def chat_ids(
     chat = _with_columns(chat, columns, pattern, hide)
     for message in hidden:
         content = message.get("content")
-        if isinstance(content, list) and (found := pattern.search(content_text(content))):
-            raise ValueError(f"{found[0]!r} is spelt over several parts of a content")
+        if isinstance(content, list) and (split := pattern.search(content_text(content))):
+            raise ValueError(f"{split[0]!r} is spelt over several parts of a content")
     if len(typed) > most:
         raise ValueError(f"they hold {len(typed)} special tokens, more than the model has room for")
     goes_on = continues(messages, columns)
@@ -100,10 +100,7 @@ def chat_ids(
     runs: Sequence[MediaRun] = ()
     if chat.media is not None and isinstance(messages, ReadMessages):
         (text,), runs = chat.media.insert([text], messages.values, whole=True)
-    if typed:
-        ids = _with_typed(text, typed, mark, special, encoder, tokenizer)
-    else:
-        ids = encoder.encode([text])[0]
+    ids = _with_typed(text, typed, mark, special, encoder, tokenizer)
     if chat.media is None or not runs:
         return ids
     image = runs[0].token
@@ -154,8 +151,8 @@ def _with_columns(
     if not columns:
         return chat
     variables = json.dumps(columns.get("chat_template_kwargs"), ensure_ascii=False)
-    if found := pattern.search(variables):
-        raise ValueError(f"chat_template_kwargs must not hold the special token {found[0]!r}")
+    if typed := pattern.search(variables):
+        raise ValueError(f"chat_template_kwargs must not hold the special token {typed[0]!r}")
     chat = chat.with_columns(columns)
     if not columns.get("tools"):
         return chat
@@ -176,6 +173,19 @@ def _mapped(value: Any, pattern: re.Pattern[str], hide: Callable[[re.Match[str]]
             for name, each in value.items()
         }
     return value
+
+
+def held_back(text: str, strings: Sequence[str]) -> int:
+    """Length of the longest end of a text that one of the strings may begin with."""
+    longest = min(len(text), max(map(len, strings), default=0))
+    sizes = range(longest, 0, -1)
+    return next((n for n in sizes if any(s.startswith(text[-n:]) for s in strings)), 0)
+
+
+def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, shown: bool) -> str:
+    """The text of tokens as they are; special ones leave none unless they are ``shown``."""
+    options = {"skip_special_tokens": not shown, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(list(ids), **options))
 
 
 class TextStream:
@@ -209,12 +219,7 @@ class TextStream:
         if text.endswith(_INCOMPLETE) and len(self._ids) - self._read < _MOST_TOKENS:
             return ""
         self._take(text)
-        # What a stop string may begin with is held back.
-        held = 0
-        if not self.stopped:
-            longest = min(max(map(len, self._stop), default=1) - 1, len(self._waiting))
-            ends = (size for size in range(longest, 0, -1) if self._may_stop(size))
-            held = next(ends, 0)
+        held = 0 if self.stopped else held_back(self._waiting, self._stop)
         cut = len(self._waiting) - held
         text, self._waiting = self._waiting[:cut], self._waiting[cut:]
         return text
@@ -226,17 +231,12 @@ class TextStream:
         text, self._waiting = self._waiting, ""
         return text
 
-    def _may_stop(self, size: int) -> bool:
-        return any(stop.startswith(self._waiting[-size:]) for stop in self._stop)
-
     def _new_text(self) -> str:
         known, text = (
-            self._tokenizer.decode(
-                ids, skip_special_tokens=not self._shown, clean_up_tokenization_spaces=False
-            )
+            decoded(self._tokenizer, ids, shown=self._shown)
             for ids in (self._ids[self._start : self._read], self._ids[self._start :])
         )
-        return str(text[len(known) :])
+        return text[len(known) :]
 
     def _take(self, text: str) -> None:
         self._start, self._read = self._read, len(self._ids)
@@ -244,6 +244,6 @@ class TextStream:
         if self._strip:
             self._waiting = self._waiting.lstrip()
             self._strip = not self._waiting
-        found = [at for stop in self._stop if (at := self._waiting.find(stop)) >= 0]
-        if found:
-            self._waiting, self.stopped = self._waiting[: min(found)], True
+        ends = [at for stop in self._stop if (at := self._waiting.find(stop)) >= 0]
+        if ends:
+            self._waiting, self.stopped = self._waiting[: min(ends)], True

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from dschat_lora.addons.serving.endpoint.text import TextStream
+from dschat_lora.addons.serving.endpoint.text import TextStream, decoded, held_back
 from dschat_lora.data.tool_calls import parse_tool_calls
 from dschat_lora.models.loading import Tokenizer
 
@@ -116,12 +116,8 @@ class Turn:
         if any(beginning in self._raw_text for beginning in _BEGINNINGS):
             return ""
         text = self._text
-        held = next(
-            size
-            for size in range(min(len(text), max(map(len, _BEGINNINGS))), -1, -1)
-            if size == 0 or any(each.startswith(text[-size:]) for each in _BEGINNINGS)
-        )
-        certain = text[: len(text) - held].rstrip()  # the text beside calls is stripped
+        # The text beside calls is stripped.
+        certain = text[: len(text) - held_back(text, _BEGINNINGS)].rstrip()
         new, self._sent = certain[self._sent :], max(self._sent, len(certain))
         return new
 
@@ -132,13 +128,8 @@ class Turn:
         ids = list(self._ids)
         if ids and self._tokenizer.convert_ids_to_tokens(ids[-1]) in special:
             ids.pop()  # the end
-        beside, calls = parse_tool_calls(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            if ids
-            else self._text
-        )
+        whole = decoded(self._tokenizer, ids, shown=True) if ids else self._text
+        beside, calls = parse_tool_calls(whole)
         if not calls:
             return Delta(self._text[self._sent :], finish=finish)
         for token in special:
@@ -204,21 +195,16 @@ class Turn:
 @lru_cache(maxsize=2**16)
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     """The bytes that a token adds to a text; those of special tokens are their names."""
-
-    def text_of(ids: list[int]) -> str:
-        return str(
-            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-
     # Behind another token: some tokenizers leave out the space in front of a text.
     before = tokenizer.encode("a", add_special_tokens=False)
-    text = text_of([*before, token])[len(text_of(before)) :]
+    text = decoded(tokenizer, [*before, token], shown=True)
+    text = text[len(decoded(tokenizer, before, shown=True)) :]
     if "\ufffd" not in text:
         return text.encode()
     # A part of a character.
     name = tokenizer.convert_ids_to_tokens(token)
-    if found := _BYTE.fullmatch(name):
-        return bytes([int(found[1], 16)])
+    if spelt := _BYTE.fullmatch(name):
+        return bytes([int(spelt[1], 16)])
     alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of GPT-2's BPE
     if all(letter in alphabet for letter in name):
         return bytes(alphabet[letter] for letter in name)
