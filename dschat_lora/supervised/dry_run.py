@@ -8,8 +8,9 @@ from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.loader import Collator, StepLoader, Tail
 from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.perf.shape import describe as describe_shape
-from dschat_lora.perf.throughput import step_flops
-from dschat_lora.runtime.dry_run import say_options, say_sample, say_time
+from dschat_lora.perf.throughput import device_peak, measured_peak, step_flops
+from dschat_lora.report.texts import duration, operations
+from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.loop import check_repeats
 from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.loop import make_train_schedule
@@ -50,8 +51,15 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
         passes = schedule.num_steps / max(1, loader.steps_per_epoch)
         flops = passes * epoch.hardware / data_world_size()
     if flops:
-        dtype = setup.settings.torch_dtype
-        say_time(run, steps=schedule.num_steps, flops=flops, device=device(), dtype=dtype)
+        here, dtype = device(), setup.settings.torch_dtype
+        size, rounds = (4096, 10) if here.type == "cuda" else (1024, 3)
+        peak = device_peak(here, dtype)
+        rate = peak or measured_peak(here, dtype, size=size, rounds=rounds)
+        run.log.say(
+            f"  time         {duration(flops / rate / 1e12)} or more for {schedule.num_steps:,} "
+            f"steps: {operations(flops)} per device at {rate:.3g} TFLOP/s, the "
+            f"{'data sheet' if peak else 'measured'} rate of matrix products"
+        )
     else:
         run.log.say("  time         unknown, or nothing is trained")
     say_sample(run, config.data, setup.tokenizer, setup.kind)

@@ -97,13 +97,8 @@ def answer_prompts(
     Raises:
         ValueError: for a row that has no prompt.
     """
-    sampling = Sampling(
-        config.max_new_tokens,
-        do_sample=config.do_sample,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-    )
+    names = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k")
+    sampling = Sampling(**{name: getattr(config, name) for name in names})
     generate = AnswerGenerator(policy, sampling, batch_size=config.per_device_eval_batch_size)
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     waiting, count = all_prompts(config, chat), 0
