@@ -101,7 +101,9 @@ class RlhfTrainer:
             updater = self._updater(experience, shaped.rewards, steps)
             results = self._learn(updater)
         experience = updater.experience.scored()  # with the old outputs
-        progress.count_iteration(responses)
+        progress.iteration += 1
+        progress.responses += len(responses)
+        progress.tokens += sum(map(len, responses))
         of_parts = self.parts.after_iteration(experience, updater.targets)
         if not results:
             self.throughput.timer.take()
