@@ -137,8 +137,9 @@ def queue_steps(
                 # Those of the loss, of each column, and of each source's targets.
                 parts = [*result.sums, *(column.sum() for column in result.columns.values())]
                 own = torch.stack([part.detach().double() for part in parts])
-                more = () if result.by_source is None else (result.by_source,)
-                totals = totals + torch.cat([own, *more])
+                if result.by_source is not None:
+                    own = torch.cat([own, result.by_source])
+                totals = totals + own
                 loss = _mean_loss(result.sums, counts, objective)
                 if last:
                     shared = sum_with_requests(totals, requests())
