@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from dschat_lora.generation import kv_cache
-from dschat_lora.generation.generate import Decoder, check_cache
+from dschat_lora.generation.generate import check_cache
 from dschat_lora.generation.kv_cache import attend_by_kernel, takes_cache
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.kernels import support
 from dschat_lora.kernels.attention import OwnColumns
-from generation.test_generate import adapted, sliding
+from generation.test_generate import lively, sliding
+from helpers.decoding import check_alike, decoder_of
 from helpers.spread import ALL
 from helpers.tape import Tape
 from helpers.tiny import tiny_model
 
-CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], list(range(3, 20))]
 
 
@@ -25,21 +25,21 @@ def windowed():
 
 
 MODELS = {
-    "llama": lambda: adapted("llama"),
-    "opt": lambda: adapted("opt"),
+    "llama": lambda: lively("llama"),
+    "opt": lambda: lively("opt"),
     "qwen2": windowed,
     "mistral": lambda: sliding("mistral", "sdpa"),
     "gemma3": lambda: sliding("gemma3", "sdpa"),
-    "qwen3_moe": lambda: adapted("qwen3_moe"),
+    "qwen3_moe": lambda: lively("qwen3_moe"),
 }
 
 
 def drawn(model, copies, *, prompts=PROMPTS, new_tokens=14, **options):
     """Texts and log-probabilities; with ``calls`` by the operators, whose columns are noted."""
-    decoder = Decoder(model, eos_ids=range(3, 9), pad_id=0, device=CPU, **options)
+    decoder = decoder_of(model, range(3, 9), **options)
     seeds = [[10 * n + copy for copy in range(copies)] for n in range(len(prompts))]
     responses = decoder(prompts, Sampling(new_tokens), seeds=seeds, keep_logprobs=True)
-    return responses.tokens(), responses.logprobs()
+    return responses
 
 
 @pytest.fixture
@@ -62,12 +62,6 @@ def columns(monkeypatch):
     return start
 
 
-def same(plain, found):
-    assert found[0] == plain[0]
-    for ours, expected in zip(found[1], plain[1], strict=True):
-        assert ours == pytest.approx(expected, abs=2e-5)  # fp32 of logits of about 10
-
-
 @pytest.mark.parametrize("record", [None, Tape])
 @pytest.mark.parametrize("copies", [1, 3, 12] if ALL else [3])
 @pytest.mark.parametrize("kind", MODELS)
@@ -75,8 +69,8 @@ def test_texts_and_logprobs_are_those_of_masked_attention(kind, copies, record, 
     model = MODELS[kind]()
     plain, noted = drawn(model, copies), columns()
     # Recorded steps have rows without sequences.
-    same(plain, drawn(model, copies, record=record))
-    assert len({*map(len, plain[0])}) > 1, "they end one by one, and others take their rows"
+    check_alike(plain, drawn(model, copies, record=record), 2e-5)
+    assert len({*map(len, plain.tokens())}) > 1, "they end one by one, and others take their rows"
     assert {tiles is None for _, tiles in noted} == {copies == 1}
 
 
@@ -86,7 +80,7 @@ def test_rows_that_are_refilled_say_the_same(kind, record, columns, monkeypatch)
     monkeypatch.setattr("dschat_lora.generation.generate.CPU_POLL", 3)
     model = MODELS[kind]()
     plain, noted = drawn(model, 4), columns()
-    same(plain, drawn(model, 4, record=record, largest=(6, 0)))
+    check_alike(plain, drawn(model, 4, record=record, largest=(6, 0)), 2e-5)
     ends = {end for ends, _ in noted for end in ends}
     assert ends <= {*map(len, PROMPTS)}
     assert len(ends) > 1, "of prompts"
@@ -101,9 +95,8 @@ def test_a_later_call_shares_its_own_prompts(largest, columns):
             responses = decoder(prompts, Sampling(9), seeds=[[0, 1], [2, 3]])
             yield [list(tokens) for tokens in responses.tokens()]
 
-    options = {"eos_ids": (), "pad_id": 0, "device": CPU}
-    plain, _ = [*said(Decoder(model, **options))], columns()
-    assert [*said(Decoder(model, record=Tape, largest=largest, **options))] == plain
+    plain, _ = [*said(decoder_of(model))], columns()
+    assert [*said(decoder_of(model, record=Tape, largest=largest))] == plain
     assert plain[0] == plain[2] != plain[1]
 
 
@@ -128,7 +121,7 @@ def test_kernels_that_fail_are_left_alone_with_a_warning(fault, monkeypatch):
 def test_kernels_say_the_same(kind, columns):
     model, options = MODELS[kind](), {"prompts": PROMPTS[:2], "new_tokens": 14 if ALL else 7}
     plain, noted = drawn(model, 3, **options), columns(interpreted=True)
-    same(plain, drawn(model, 3, **options))
+    check_alike(plain, drawn(model, 3, **options), 2e-5)
     assert noted
 
 
@@ -160,7 +153,7 @@ def test_attention_is_served_where_a_mask_says_all_of_it(make, served, columns):
         torch.manual_seed(0)
         model = make()
     plain, noted = drawn(model, 2, new_tokens=5), columns()
-    same(plain, drawn(model, 2, new_tokens=5))
+    check_alike(plain, drawn(model, 2, new_tokens=5), 2e-5)
     assert bool(noted) == served
 
 

@@ -6,7 +6,8 @@ import torch
 from dschat_lora.generation import batch_state
 from dschat_lora.generation.kv_cache import KVCache, SharedPrompts, attend_by_products
 from dschat_lora.generation.sampling import Sampling
-from generation.test_generate import PROMPTS, adapted, run, sliding
+from generation.test_generate import lively, run, sliding
+from helpers.decoding import PROMPTS
 
 PROMPT_COUNT, COPIES, WIDTH, COLUMNS, SIZE = 3, 4, 5, 9, 6
 
@@ -42,7 +43,7 @@ def test_each_row_attends_to_the_prompt_that_it_answers(key_heads, sequences):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: adapted("opt"), lambda: adapted("llama"), lambda: sliding("gemma3", "sdpa")]
+    "make", [lambda: lively("opt"), lambda: lively("llama"), lambda: sliding("gemma3", "sdpa")]
 )
 def test_responses_are_those_of_rows_that_read_their_own_copy_of_the_prompt(make, monkeypatch):
     seeds = [[10 * i + j for j in range(4)] for i in range(len(PROMPTS))]

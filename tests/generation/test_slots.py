@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from dschat_lora.generation.cuda_graphs import RecordedSteps
-from dschat_lora.generation.generate import decode
 from dschat_lora.generation.sampling import Sampling, sample_each, uniforms
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.models.loading import share_parameters
 from helpers.addons import of_addon
+from helpers.decoding import CPU, decoder_of, generated, shapes_read
 from helpers.tape import Tape
 from helpers.tiny import KINDS, adapted, tiny_model
 
-CPU = torch.device("cpu")
 MIXED = of_addon("serving.mixed")
 GREEDY = Sampling(1, do_sample=False)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], list(range(3, 20)), [21], [30, 31, 32, 33]]
@@ -20,19 +19,6 @@ NUMBERS = [1, 0, 2, 1, 2, 0]
 # When each request comes, and how many tokens it wants: batches grow, shrink and grow again.
 COMES = [0, 0, 2, 3, 3, 7]
 WANTS = [12, 3, 9, 6, 14, 5]
-
-
-def transformers_greedy(model, prompt, count):
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist()
 
 
 @torch.inference_mode()
@@ -85,7 +71,7 @@ def test_rows_that_come_and_go_with_their_adapters_say_what_transformers_generat
     rows = SlotRows(model.eval(), chosen, pad_id=0, record=record)
     said = continuous(rows, [GREEDY] * len(PROMPTS))
     for prompt, number, count, tokens in zip(PROMPTS, NUMBERS, WANTS, said, strict=True):
-        assert tokens == transformers_greedy([base, *models][number], prompt, count)
+        assert tokens == generated([base, *models][number], prompt, count)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
@@ -93,7 +79,7 @@ def test_sliding_windows_move_with_each_row(kind, record):
     model = tiny_model(kind, sliding_window=4)
     said = continuous(SlotRows(model, pad_id=0, record=record), [GREEDY] * len(PROMPTS))
     for prompt, count, tokens in zip(PROMPTS, WANTS, said, strict=True):
-        assert tokens == transformers_greedy(model, prompt, count)
+        assert tokens == generated(model, prompt, count)
 
 
 def test_each_row_draws_by_its_own_options_and_seed_as_when_decoded_alone():
@@ -110,16 +96,9 @@ def test_each_row_draws_by_its_own_options_and_seed_as_when_decoded_alone():
     seeds = [11, 12, 13, 14, 15, 16]
     said = continuous(SlotRows(model, pad_id=0), samplings, draws=uniforms(seeds, 40))
     for row, prompt in enumerate(PROMPTS):
-        alone = decode(
-            model,
-            [prompt],
-            Sampling(WANTS[row], **options[row]),
-            seeds=[[seeds[row]]],
-            eos_ids=(),
-            pad_id=0,
-            device=CPU,
-        )
-        assert said[row] == alone[0][0]
+        sampling = Sampling(WANTS[row], **options[row])
+        alone = decoder_of(model)([prompt], sampling, seeds=[[seeds[row]]])
+        assert [said[row]] == alone.tokens()
 
 
 def test_rows_read_nothing_of_one_that_is_not_finite_and_has_gone():
@@ -221,12 +200,10 @@ def test_a_prompt_takes_what_it_has_in_common_with_a_running_row_of_its_adapter(
 @torch.inference_mode()
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_equal_prompts_are_read_once_unless_nothing_is_shared(prefix_cache):
-    model, read = tiny_model("llama"), []
-    model.register_forward_pre_hook(
-        lambda module, args, given: read.append(len(given["input_ids"])), with_kwargs=True
-    )
+    model = tiny_model("llama")
+    shapes = shapes_read(model)
     rows = SlotRows(model, pad_id=0, prefix_cache=prefix_cache)
     with rows.kernels():
         logits, _ = rows.join([[5, 6, 7]] * 3, [0] * 3)
-    assert read == [1 if prefix_cache else 3]
+    assert shapes == [(1 if prefix_cache else 3, 3)]
     torch.testing.assert_close(logits[1:], logits[:1].expand(2, -1))

@@ -3,18 +3,16 @@
 import random
 
 import pytest
-import torch
 
-from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
+from helpers.decoding import PROMPTS, decoder_of, shapes_read
 from helpers.tiny import tiny_model
 
 LIMITS = [3, 12, 1, 5, 12]
-PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], list(range(3, 20)), [21]]
 
 
 def decoded(model, prompts, limits=None, *, copies=1, most=12):
-    decoder = Decoder(model, eos_ids=[2], pad_id=0, device=torch.device("cpu"))
+    decoder = decoder_of(model, [2])
     seeds = [[10 * n + k for k in range(copies)] for n in range(len(prompts))]
     responses = decoder(prompts, Sampling(most), seeds=seeds, limits=limits, keep_logprobs=True)
     return responses.tokens(), responses.logprobs()
@@ -60,12 +58,8 @@ def play(model, *, keeps, ends=(2, 7, 11, 13), **options):
 
     Rows end at different steps, leave, and come back in another order.
     """
-    computed = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, given: computed.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    cpu = torch.device("cpu")
-    decoder = Decoder(model, eos_ids=ends, pad_id=0, device=cpu, retains=keeps, **options)
+    shapes = shapes_read(model)
+    decoder = decoder_of(model, ends, retains=keeps, **options)
     sampling, rng, turns = Sampling(8), random.Random(0), []
     histories = [list(prompt) for prompt in PROMPTS for _ in range(2)]
     rows = list(range(len(histories)))
@@ -89,24 +83,22 @@ def play(model, *, keeps, ends=(2, 7, 11, 13), **options):
             prefixes=[known[row] for row in rows],
             keep_logprobs=True,
         )
-    hook.remove()
-    return turns, computed
+    return turns, sum(rows * tokens for rows, tokens in shapes)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("options", [{}, {"record": lambda step: step}], ids=["plain", "in place"])
 def test_turns_that_keep_keys_and_values_say_what_turns_read_anew_say(kind, options, monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.batch_state.PROMPT_BUCKET", 4)
-    model = MODELS[kind]()
-    kept, fewer = play(model, keeps=True, **options)
-    anew, more = play(model, keeps=False, **options)
+    kept, fewer = play(MODELS[kind](), keeps=True, **options)
+    anew, more = play(MODELS[kind](), keeps=False, **options)
     assert len({len(tokens) for _, texts, _ in anew for tokens in texts}) > 3
     for (rows, tokens, logprobs), (same_rows, expected, wanted) in zip(kept, anew, strict=True):
         assert rows == same_rows
         assert tokens == expected
         for mine, other in zip(logprobs, wanted, strict=True):
             assert mine == pytest.approx(other, abs=2e-5)
-    assert sum(fewer) < sum(more)
+    assert fewer < more
 
 
 @pytest.mark.parametrize(
@@ -116,18 +108,12 @@ def test_turns_that_keep_keys_and_values_say_what_turns_read_anew_say(kind, opti
 def test_what_follows_kept_tokens_is_read_in_few_widths(kind, known, width, monkeypatch):
     monkeypatch.setattr("dschat_lora.generation.batch_state.COLUMN_BUCKET", 4)
     monkeypatch.setattr("dschat_lora.generation.batch_state.PROMPT_BUCKET", 8)
-    model, cpu, widths = MODELS[kind](), torch.device("cpu"), []
-    prompt, sampling, options = [5, 6, 7, 8], Sampling(12), {"eos_ids": [], "pad_id": 0}
-    decoder = Decoder(
-        model, **options, device=cpu, largest=(1, 32), retains=True, record=lambda step: step
-    )
+    model, prompt, sampling = MODELS[kind](), [5, 6, 7, 8], Sampling(12)
+    decoder = decoder_of(model, largest=(1, 32), retains=True, record=lambda step: step)
     (answer,) = decoder([prompt], sampling, seeds=[[0]]).tokens()
     text = [*prompt, *answer[:-1], 9, 10, 11, 12]
-    model.register_forward_pre_hook(
-        lambda module, args, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
+    shapes = shapes_read(model)
     texts = decoder([text], sampling, seeds=[[1]], prefixes=[(0, known)]).tokens()
     # 32 columns, of which 12 are left to the answer.
-    assert widths == [width] + [1] * 11
-    plain = Decoder(model, **options, device=cpu)
-    assert texts == plain([text], sampling, seeds=[[1]]).tokens()
+    assert [tokens for _, tokens in shapes] == [width] + [1] * 11
+    assert texts == decoder_of(model)([text], sampling, seeds=[[1]]).tokens()

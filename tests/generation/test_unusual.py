@@ -6,16 +6,16 @@ import warnings
 import pytest
 import torch
 
-from dschat_lora.generation.generate import Decoder, check_cache
+from dschat_lora.generation.generate import check_cache
 from dschat_lora.generation.kv_cache import RecurrentStates, takes_cache
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.generation.slots import SlotRows
 from dschat_lora.models.backbone import cache_argument
 from dschat_lora.models.causal_lm import CausalLMLogprobs
+from helpers.decoding import decoder_of, generated
 from helpers.spread import ALL
 from helpers.tiny import FEW, UNCACHED, UNUSUAL, VOCAB, unusual_model
 
-CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13, 14, 15], [3], [17, 4, 20]]
 KINDS = UNUSUAL if ALL else (*FEW, "diffllama")
 
@@ -37,14 +37,13 @@ def test_answers_are_those_of_generate_and_as_probable_as_in_training(kind):
     check_cache(model)
     assert takes_cache(model) == (kind not in UNCACHED)
     seeds = [[10 * n, 10 * n + 1] for n in range(len(PROMPTS))]
-    decoder = Decoder(model, eos_ids=[], pad_id=0, device=CPU)
+    decoder = decoder_of(model)
     texts = decoder(PROMPTS, Sampling(6, do_sample=False), seeds=seeds).tokens()
     for number, prompt in enumerate(PROMPTS):
-        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": [VOCAB]}
-        expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        expected = generated(model, prompt, 6, [VOCAB])
         assert texts[2 * number : 2 * number + 2] == [expected] * 2
     # They end one by one, and rows that are left take their places.
-    decoder = Decoder(model, eos_ids=range(2, 8), pad_id=0, device=CPU)
+    decoder = decoder_of(model, range(2, 8))
     drawn = decoder(PROMPTS, Sampling(12), seeds=seeds, keep_logprobs=True)
     assert len({*map(len, drawn.tokens())}) > 2
     for number, (answer, own) in enumerate(zip(drawn.tokens(), drawn.logprobs(), strict=True)):
@@ -98,15 +97,14 @@ def test_rows_that_others_have_left_begin_anew(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2"])
 def test_what_a_state_has_passed_is_read_again_in_a_later_turn(kind):
-    model, cpu = unusual_model(kind), torch.device("cpu")
-    options = {"eos_ids": [], "pad_id": 0, "device": cpu}
-    decoder = Decoder(model, **options, retains=True)
+    model = unusual_model(kind)
+    decoder = decoder_of(model, retains=True)
     seeds = [[n] for n in range(len(PROMPTS))]
     first = decoder(PROMPTS, Sampling(5), seeds=seeds, limits=[5, 2, 3, 1]).tokens()
     longer = [p + answer + [30, 31] for p, answer in zip(PROMPTS, first, strict=True)]
     prefixes = [(n, len(PROMPTS[n]) + len(first[n]) - 1) for n in range(len(PROMPTS))]
     texts = decoder(longer, Sampling(5), seeds=seeds, prefixes=prefixes).tokens()
-    assert texts == Decoder(model, **options)(longer, Sampling(5), seeds=seeds).tokens()
+    assert texts == decoder_of(model)(longer, Sampling(5), seeds=seeds).tokens()
 
 
 def test_ranks_that_gather_weights_read_prompts_by_as_many_passes():
@@ -138,7 +136,6 @@ def test_a_model_that_decodes_otherwise_with_our_cache_goes_without(fault, monke
     with pytest.raises(ValueError, match="states our cache does not hold"):
         SlotRows(model, pad_id=0)
     seeds = [[0]] * len(PROMPTS)
-    decoder = Decoder(model, eos_ids=[], pad_id=0, device=CPU)
+    decoder = decoder_of(model)
     texts = decoder(PROMPTS, Sampling(4, do_sample=False), seeds=seeds).tokens()
-    expected = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, eos_token_id=[VOCAB])
-    assert texts[0] == expected[0, 3:].tolist()
+    assert texts[0] == generated(model, PROMPTS[0], 4, [VOCAB])
