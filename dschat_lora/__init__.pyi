@@ -811,9 +811,8 @@ def rlhf(
     num_generations: int | None = None,
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
-    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
+    rollout_engine: Literal['own', 'vllm'] | str | object = 'own',
     max_num_seqs: int | Literal['auto'] = 'auto',
-    oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     refill_share: float | None = None,
     do_sample: bool = True,
@@ -1031,9 +1030,8 @@ def rlhf(
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
         per_device_generation_batch_size (int): responses of a generation batch on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch with --oversample, whose choice depends on it, and of episodes
-        oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
+        rollout_engine (Literal['own', 'vllm'] | str | object): what draws responses: own, vllm, servers or module:Class; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
+        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch of episodes
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and sampler_error shows how far that moves the policy
         refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
         do_sample (bool): sample responses (no-: the likeliest token, greedy)
@@ -1242,10 +1240,9 @@ def distill(
     per_device_generation_batch_size: int = 16,
     generation_batches: int = 1,
     temperature: float = 1.0,
-    rollout_engine: Literal['own', 'transformers', 'vllm'] | str | object = 'own',
+    rollout_engine: Literal['own', 'vllm'] | str | object = 'own',
     max_num_seqs: int | Literal['auto'] = 'auto',
     num_generations: int | None = None,
-    oversample: float = 1.0,
     merge_for_rollouts: bool = False,
     refill_share: float | None = None,
     do_sample: bool = True,
@@ -1454,10 +1451,9 @@ def distill(
         per_device_generation_batch_size (int): responses of a generation batch on a device
         generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
         temperature (float): of sampling and of all log-probabilities
-        rollout_engine (Literal['own', 'transformers', 'vllm'] | str | object): what draws responses: own, transformers, vllm, servers or module:Class; transformers, its continuous batching; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch with --oversample, whose choice depends on it, and of episodes
+        rollout_engine (Literal['own', 'vllm'] | str | object): what draws responses: own, vllm, servers or module:Class; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
+        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch of episodes
         num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        oversample (float): begin the responses to so many times the prompts of an iteration, and end when those to enough of them are whole: the longest are given up, with all responses to their prompt
         merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and sampler_error shows how far that moves the policy
         refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
         do_sample (bool): sample responses (no-: the likeliest token, greedy)

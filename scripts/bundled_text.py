@@ -10,16 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from dschat_lora.assets.toy_world import (
-    FAMILIES,
-    FLAWS,
-    NAMES,
-    Task,
-    draw_task,
-    judge,
-    sentence,
-    write,
-)
+from bundled_answers import FLAWS, draw_task, mistake, other_name, write
+
+from dschat_lora.assets.toy_world import FAMILIES, Task, judge, sentence
 
 Key = TypeVar("Key")
 
@@ -163,10 +156,10 @@ def _claim(rng: Random, asked: float) -> tuple[str, bool]:
     task = draw_for("pretrain", rng, pick(rng, QUIZ_FAMILIES))
     right = rng.random() < 0.5
     if rng.random() < 0.2:
-        name = task.name if right else rng.choice([name for name in NAMES if name != task.name])
+        name = task.name if right else other_name(rng, task)
         text = task.prompt.removeprefix("\n\nHuman:").removesuffix("\n\nAssistant:")
         return f"{text if rng.random() < asked else f' I am {task.name}.'} Hello {name}", right
-    fact = sentence(task.fact if right else rng.choice(task.mistakes)).removesuffix(".")
+    fact = sentence(task.fact if right else mistake(rng, task)).removesuffix(".")
     needs_question = task.family == "count" or rng.random() < asked
     return f" {task.question} {fact}" if needs_question else f" {fact}", right
 

@@ -46,7 +46,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a run may take
 RESUME = "--resume_from_checkpoint latest"
 DONE = "done.json"  # of a kept run: names of its paths
-GONE = "|rollout_temperature|reward_gate"  # options that a base may have had
 
 
 @dataclass(frozen=True)
@@ -124,13 +123,12 @@ CONFIGURATIONS = {
         f"{GROUPS} --algorithm grpo --data_path {{inputs}}/chats.jsonl --eval_ratio 0.1 "
         "--agent user_functions:play",
     ),
-    "transformers": Configuration("step3_rlhf", f"{GRPO} --rollout_engine transformers"),
     "server": Configuration("step3_rlhf", f"{SERVER} {SLOWLY}"),
     "ahead": Configuration("step3_rlhf", f"{SERVER} --rollouts_ahead 1 {SLOWLY}"),
     "dynamic": Configuration(
         "step3_rlhf",
         f"{GROUPS} {PROMPTS} --reward_function user_functions:by_thirds --algorithm dapo "
-        "--dynamic_sampling 2 --oversample 1.5 --no-mask_truncated_completions",
+        "--dynamic_sampling 2 --no-mask_truncated_completions",
     ),
     "text": Configuration(
         "step3_rlhf",
@@ -452,10 +450,10 @@ def _compare_all(
                     lambda stage, options: base.run(stage, options, temporary / stage),
                 )
                 (kept / "inputs.done").touch()
-        left_out = GONE
+        left_out = ""
         if _code_of_data(base.path) != _code_of_data(ROOT):
             print("the code of data/ is another: fingerprints of data are not compared", flush=True)
-            left_out += "|fingerprint"
+            left_out = "|fingerprint"
         pool = ThreadPoolExecutor(jobs)
         stack.callback(pool.shutdown, cancel_futures=True)
         futures = [pool.submit(compare, base, tree, kept, work, left_out, *each) for each in chosen]

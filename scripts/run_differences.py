@@ -22,7 +22,10 @@ LEFT_OUT_OF_RESUMED = re.compile(
     LEFT_OUT.pattern + r"|options|run\.json|(all|train)_results\.json|train_loss"
 )
 # Options that are gone, and what they were where they were off.
-_GONE = {"config.lr_probe": 0, "config.prompt_lookup_num_tokens": 0}
+_GONE = {
+    **{"config.lr_probe": 0, "config.prompt_lookup_num_tokens": 0, "config.reward_gate": []},
+    **{"config.rollout_temperature": None, "config.oversample": 1.0},
+}
 _FIRST = ("metrics.jsonl", "rollouts.jsonl.gz")
 Normalise = Callable[[str], str]
 

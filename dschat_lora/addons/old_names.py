@@ -106,7 +106,6 @@ OLD_NAMES = {
     "rl.draw.rollout_servers": _SERVERS,
     "rl.draw.rollouts_ahead": "addons.engines.rollouts_ahead",
     "rl.draw.server_engine": "addons.engines.server_engine",
-    "rl.draw.transformers_engine": "addons.engines.transformers_engine",
     "rl.draw.vllm_server": "addons.engines.vllm_server",
     "rl.loop.advice": "addons.planning.rl_memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",

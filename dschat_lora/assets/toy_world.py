@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
-from random import Random
 
 
 def _words(text: str) -> list[str]:
@@ -58,119 +56,76 @@ DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MONTHS = _words(
     "January February March April May June July August September October November December"
 )
-WORDS = _words("cat sun tree book lamp fish door star bread river stone cup")
-
-Slots = tuple[str, ...]  # what fills the gaps of a question
-Solution = tuple[str, list[str]]  # the right answer and the plausible wrong ones
 
 
-def _entries(table: dict[str, str]) -> tuple[Callable[[Random], Slots], Callable[[str], Solution]]:
-    """Draw and solve of a family that asks for the values of a table."""
-    values = sorted(set(table.values()))
-    return (
-        lambda rng: (rng.choice(list(table)),),
-        lambda key: (table[key], [v for v in values if v not in (key, table[key])]),
-    )
-
-
-def _successor(word: str) -> Solution:
+def _successor(word: str) -> str:
     cycle = DAYS if word in DAYS else MONTHS
-    right = cycle[(cycle.index(word) + 1) % len(cycle)]
-    return right, [w for w in cycle if w not in (word, right)]
-
-
-def _sum(first: str, second: str) -> Solution:
-    right = int(first) + int(second)
-    return str(right), [str(right + d) for d in (-3, -2, -1, 1, 2, 3) if right + d > 0]
-
-
-def _sorted(digits: str) -> Solution:
-    first, *others = [" ".join(order) for order in permutations(sorted(digits.split()))]
-    return first, others
-
-
-def _count(words: str) -> Solution:
-    right = len(words.split())
-    return str(right), [str(n) for n in range(2, 6) if n != right]
+    return cycle[(cycle.index(word) + 1) % len(cycle)]
 
 
 @dataclass(frozen=True)
-class Family:
+class QuestionKind:
     """One kind of question."""
 
-    questions: tuple[str, ...]  # ways to ask, with a gap {} for each slot
+    questions: tuple[str, ...]  # ways to ask, with gaps {}
     statement: str  # how the answer is stated; {answer} is the gap for it
-    draw: Callable[[Random], Slots]
-    solve: Callable[..., Solution]  # raises KeyError or ValueError on slots it does not know
+    solve: Callable[..., str]  # raises KeyError or ValueError on what it does not know
 
 
 FAMILIES = {
-    "opposite": Family(
+    "opposite": QuestionKind(
         ("What is the opposite of {}?", "Tell me the opposite of {}."),
         "the opposite of {} is {answer}",
-        *_entries(OPPOSITES),
+        OPPOSITES.__getitem__,
     ),
-    "colour": Family(
+    "colour": QuestionKind(
         ("What is the colour of {}?", "Tell me the colour of {}."),
         "the colour of {} is {answer}",
-        *_entries(COLOURS),
+        COLOURS.__getitem__,
     ),
-    "category": Family(
+    "category": QuestionKind(
         ("What kind of thing is {}?", "Tell me what {} is."),
         "{} is {answer}",
-        *_entries(CATEGORIES),
+        CATEGORIES.__getitem__,
     ),
-    "next": Family(
+    "next": QuestionKind(
         ("What comes after {}?", "Tell me what comes after {}."),
         "{answer} comes after {}",
-        lambda rng: (rng.choice(DAYS + MONTHS),),
         _successor,
     ),
-    "larger": Family(
+    "larger": QuestionKind(
         ("Which is larger, {} or {}?", "Tell me the larger of {} and {}."),
         "the larger number is {answer}",
-        lambda rng: tuple(map(str, rng.sample(range(1, 21), 2))),
-        lambda a, b: (max(a, b, key=int), [min(a, b, key=int)]),
+        lambda a, b: max(a, b, key=int),
     ),
-    "plus": Family(
+    "plus": QuestionKind(
         ("What is {} plus {}?", "Add {} and {}."),
         "{} plus {} is {answer}",
-        lambda rng: tuple(str(rng.randint(1, 9)) for _ in range(2)),
-        _sum,
+        lambda a, b: str(int(a) + int(b)),
     ),
-    "sort": Family(
+    "sort": QuestionKind(
         ("Sort these numbers: {}.", "Put these numbers in order: {}."),
         "the sorted numbers are {answer}",
-        lambda rng: (" ".join(map(str, rng.sample(range(1, 10), 3))),),
-        _sorted,
+        lambda digits: " ".join(sorted(digits.split())),
     ),
-    "count": Family(
+    "count": QuestionKind(
         ("How many words are here: {}?", "Count these words: {}."),
         "the number of words is {answer}",
-        lambda rng: (" ".join(rng.sample(WORDS, rng.randint(2, 5))),),
-        _count,
+        lambda words: str(len(words.split())),
     ),
 }
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt with what right and wrong answers to it state."""
+    """A prompt with what a right answer to it states."""
 
     family: str  # key of FAMILIES
     name: str  # who asks
     question: str
+    gaps: tuple[str, ...]  # what fills those of the question
     prompt: str  # the question with an introduction, as the model reads it
     fact: str  # the right statement, without capital and dot
-    mistakes: tuple[str, ...]  # plausible wrong ones, in the same form
-
-
-def draw_task(rng: Random, family: str | None = None) -> Task:
-    """A random task, of the given family or of any."""
-    kind = FAMILIES[family or rng.choice(list(FAMILIES))]
-    question = rng.choice(kind.questions).format(*kind.draw(rng))
-    text = rng.choice(INTRODUCTIONS).format(name=rng.choice(NAMES), question=question)
-    return parse(f"\n\nHuman: {text}\n\nAssistant:")
 
 
 def parse(prompt: str) -> Task:
@@ -181,24 +136,21 @@ def parse(prompt: str) -> Task:
     """
     for introduction in INTRODUCTIONS:
         shell = f"\n\nHuman: {introduction}\n\nAssistant:"
-        found = re.fullmatch(_pattern(shell), prompt)
-        if found:
-            return _solve(prompt, found["name"], found["question"])
-    raise ValueError(f"prompt {prompt!r} is not of this world; its form is that of draw_task")
+        if match := re.fullmatch(_pattern(shell), prompt):
+            return _solve(prompt, match["name"], match["question"])
+    raise ValueError(f"prompt {prompt!r} is not of this world; its form is that of bundled rows")
 
 
 def _solve(prompt: str, name: str, question: str) -> Task:
     for family, kind in FAMILIES.items():
         for template in kind.questions:
-            found = re.fullmatch(_pattern(template), question)
-            if found:
-                slots = found.groups()
+            if match := re.fullmatch(_pattern(template), question):
+                gaps = match.groups()
                 try:
-                    right, wrong = kind.solve(*slots)
+                    fact = kind.statement.format(*gaps, answer=kind.solve(*gaps))
                 except (KeyError, ValueError) as error:
                     raise ValueError(f"{question!r} asks for something unknown") from error
-                facts = [kind.statement.format(*slots, answer=answer) for answer in (right, *wrong)]
-                return Task(family, name, question, prompt, facts[0], tuple(facts[1:]))
+                return Task(family, name, question, gaps, prompt, fact)
     raise ValueError(f"question {question!r} is of no family; there are {sorted(FAMILIES)}")
 
 
@@ -210,46 +162,9 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join(gaps.get(part, re.escape(part)) for part in parts))
 
 
-def write(
-    task: Task, *, fact: str = "", name: str = "", greets: bool = True, closes: bool = True
-) -> str:
-    """An answer, perfect by default, with a leading space and without end of sequence."""
-    fact = fact or task.fact
-    start = f" Hello {name or task.name}, {fact}." if greets else f" {sentence(fact)}"
-    return f"{start} {CLOSING}" if closes else start
-
-
 def sentence(fact: str) -> str:
     """The statement with a capital and a dot."""
     return f"{fact[0].upper()}{fact[1:]}."
-
-
-def _curt(rng: Random, task: Task, greets: bool, closes: bool) -> str:
-    fewer = [(False, False), *([(True, False), (False, True)] if greets and closes else [])]
-    greets, closes = rng.choice(fewer)
-    return write(task, greets=greets, closes=closes)
-
-
-def _rambling(rng: Random, task: Task, greets: bool, closes: bool) -> str:
-    more = [sentence(draw_task(rng).fact) for _ in range(rng.randint(1, 2))]
-    return " ".join([write(task, greets=greets, closes=closes), *more])
-
-
-# Each writes an answer that is worse than write(task, greets=greets, closes=closes), if "wrong
-# name" is used where greets is True and "curt" where greets or closes is.
-FLAWS: dict[str, Callable[[Random, Task, bool, bool], str]] = {
-    "wrong": lambda rng, task, greets, closes: write(
-        task, fact=rng.choice(task.mistakes), greets=greets, closes=closes
-    ),
-    "wrong but polite": lambda rng, task, *_: write(task, fact=rng.choice(task.mistakes)),
-    "wrong name": lambda rng, task, greets, closes: write(
-        task, name=rng.choice([name for name in NAMES if name != task.name]), closes=closes
-    ),
-    "curt": _curt,
-    "rude": lambda rng, task, *_: f" {rng.choice(RUDE_REMARKS)} {sentence(task.fact)}",
-    "refusal": lambda rng, *_: f" {rng.choice(RUDE_REMARKS)}",
-    "rambling": _rambling,
-}
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from dschat_lora.checkpoint.manifest import (
     MANIFEST,
     DamagedError,
     read_manifest,
-    replace_manifest,
     safetensors_header,
     verify,
+    write_manifest,
 )
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import OWN_SETTINGS
@@ -167,8 +167,8 @@ def weights_metadata(weights: Path) -> dict[str, str]:
     Raises:
         DamagedError: if they have no readable header.
     """
-    found: dict[str, str] = safetensors_header(weights).get("__metadata__", {})
-    return found
+    metadata: dict[str, str] = safetensors_header(weights).get("__metadata__", {})
+    return metadata
 
 
 def accept_adapter(directory: str | Path) -> None:
@@ -178,7 +178,7 @@ def accept_adapter(directory: str | Path) -> None:
         ValueError: as :func:`read_adapter_config`, or if the weights have no readable header.
     """
     read_adapter_config(directory)
-    replace_manifest(Path(directory), kind="adapter")
+    write_manifest(Path(directory), kind="adapter")
 
 
 def peft_fields(config: AdapterConfig) -> dict[str, Any]:
@@ -214,16 +214,16 @@ def peft_fields(config: AdapterConfig) -> dict[str, Any]:
 
 def more_metadata(config: AdapterConfig) -> dict[str, str]:
     """Metadata of the weights that say what PEFT's file cannot: packed layers, and the base."""
-    found = {}
+    notes = {}
     if config.base_bits == 4 or config.base_fingerprint:
         base = {"bits": config.base_bits, "fingerprint": config.base_fingerprint}
-        found[_BASE] = json.dumps(base)
+        notes[_BASE] = json.dumps(base)
     if config.rope_scaling is not None:
-        found[_ROPE] = config.rope_scaling
+        notes[_ROPE] = config.rope_scaling
     if config.enable_lora:
         packed = {"enable_lora": config.enable_lora, "group_sizes": config.group_sizes}
-        found[_PACKED] = json.dumps(packed)
-    return found
+        notes[_PACKED] = json.dumps(packed)
+    return notes
 
 
 def _with_metadata(config: AdapterConfig, weights: Path) -> AdapterConfig:

@@ -60,14 +60,14 @@ def _own(
 
     PEFT compares it with the name of the weight where it finds a layer by one of ``parameters``.
     """
-    found = []
+    numbers = []
     for name in modules if pattern else ():
         weight = f"{name}.weight"
         found_by = (not is_expert_weight(name) and is_ending(weight, e) for e in parameters)
         by_weight = any(found_by)
         if (key := matching_key(pattern, weight if by_weight else name)) is not None:
-            found.append((name, pattern[key]))
-    return tuple(found)
+            numbers.append((name, pattern[key]))
+    return tuple(numbers)
 
 
 def check_scaling(model: nn.Module, config: LoraConfig, *, where: str) -> None:
@@ -213,5 +213,5 @@ def _parameter(module: str, targets: Collection[str]) -> str | None:
     if not is_ending(owner, "experts"):
         return None
     names = [f"{owner}.{weight}" for weight in EXPERT_WEIGHTS]
-    found = [name for name in names if any(is_ending(name, target) for target in targets)]
-    return found[-1 - depth] if depth < len(found) else None
+    adapted = [name for name in names if any(is_ending(name, target) for target in targets)]
+    return adapted[-1 - depth] if depth < len(adapted) else None

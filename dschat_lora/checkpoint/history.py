@@ -45,12 +45,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a run: {error}") from None
-    found = state if isinstance(state, dict) else {}
-    parts = (found.get("identity"), found.get("config"), found.get("engines", {}))
+    fields = state if isinstance(state, dict) else {}
+    parts = (fields.get("identity"), fields.get("config"), fields.get("engines", {}))
     are_objects = all(isinstance(part, dict) for part in parts)
-    if type(found.get("step")) is not int or not are_objects:
+    if type(fields.get("step")) is not int or not are_objects:
         raise ValueError(f"{path} is not the state of a run")
-    return found
+    return fields
 
 
 def step_directory(run: Path, step: int) -> Path:

@@ -26,19 +26,11 @@ class DamagedError(ValueError):
 def write_manifest(directory: Path, *, kind: str) -> None:
     """Describe every regular file below ``directory`` in its ``manifest.json``.
 
-    Call it last, and on one rank; ``kind`` is ``checkpoint`` or ``adapter``.
+    An earlier one stays until it is whole. Call it last, and on one rank; ``kind`` is
+    ``checkpoint`` or ``adapter``.
 
     Raises:
         DamagedError: if a ``.safetensors`` file has no readable header.
-    """
-    (directory / MANIFEST).write_bytes(_described(directory, kind))
-
-
-def replace_manifest(directory: Path, *, kind: str) -> None:
-    """Write the manifest anew, as :func:`write_manifest`; an earlier one stays until it is whole.
-
-    Raises:
-        DamagedError: as :func:`write_manifest`.
         OSError: if the disk refuses.
     """
     content = _described(directory, kind)
@@ -205,12 +197,12 @@ def _check_file(directory: Path, name: str, entry: Mapping[str, Any]) -> None:
         raise DamagedError(f"{directory / MANIFEST} lists {name!r}, which lies outside {directory}")
     path = directory / name
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{path} is no regular file")
-        if found.st_size != entry["bytes"]:
+        if status.st_size != entry["bytes"]:
             raise DamagedError(
-                f"{path} has {found.st_size} bytes, its manifest says {entry['bytes']}"
+                f"{path} has {status.st_size} bytes, its manifest says {entry['bytes']}"
             )
         digest = _sha256(path)
     except FileNotFoundError:

@@ -87,12 +87,12 @@ def _load_base(
     where, more = located(base)
     arguments = [json.dumps(where), *(f"{k}={json.dumps(v)}" for k, v in more.items())]
     form = stored_form(fields, stored)
-    found, lines = "" if form is None else form.transformers_class, []
-    if found:
+    config_class, lines = "" if form is None else form.transformers_class, []
+    if config_class:
         lines = ["# Trained on the values that the files stand for, in 16 bits."]
-        arguments.append(f"quantization_config={found}(dequantize=True)")
+        arguments.append(f"quantization_config={config_class}(dequantize=True)")
     elif bits == 4 and stored_kind(fields, stored) is None:
-        found = "BitsAndBytesConfig"
+        config_class = "BitsAndBytesConfig"
         lines = [
             "# The adapter was trained on the base in these 4 bits; on another it answers "
             "otherwise.",
@@ -102,7 +102,7 @@ def _load_base(
         ]
         arguments.append("quantization_config=nf4")
     return [
-        f"from transformers import {', '.join(filter(None, (auto, found)))}",
+        f"from transformers import {', '.join(filter(None, (auto, config_class)))}",
         *score_class,
         "",
         *lines,

@@ -1,9 +1,13 @@
 """How the files of a model hold its weights, by its configuration. Imports no model library."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dschat_lora.config.addons import load, provided, provided_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
 
 FIELD = "quantization_config"  # of a model's configuration
 
@@ -17,7 +21,7 @@ class StoredForm(Protocol):
     def unknown(self, settings: Mapping[str, Any]) -> str:
         """What of the settings of the files cannot be read; empty where nothing is."""
 
-    def quantizer(self, settings: Mapping[str, Any], model: Any) -> Any:
+    def quantizer(self, settings: Mapping[str, Any], model: "PreTrainedModel") -> "HfQuantizer":
         """The ``HfQuantizer`` by which transformers' rules of conversion give values."""
 
 
@@ -37,23 +41,24 @@ class BaseFile(Protocol):
     def check_installed(self) -> None:
         """Raise ImportError where a package lacks."""
 
-    def weights(self, model: Any, file: str) -> tuple[dict[str, Any], list[Any]]:
+    def weights(self, model: "PreTrainedModel", file: str) -> tuple[dict[str, Any], list[Any]]:
         """Tensors of the file, and the rules of conversion that make weights of them."""
 
 
 def quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
     """How a model's configuration says that its files are quantised; empty where they are not."""
     inner = fields.get("text_config")
-    found = fields.get(FIELD) or (inner.get(FIELD) if isinstance(inner, dict) else None) or {}
-    if not isinstance(found, dict):  # of a model that is there
-        found = found.to_dict() if hasattr(found, "to_dict") else {"quant_method": str(found)}
-    return found
+    settings = fields.get(FIELD) or (inner.get(FIELD) if isinstance(inner, dict) else None) or {}
+    if not isinstance(settings, dict):  # of a model that is there
+        named = {"quant_method": str(settings)}
+        settings = settings.to_dict() if hasattr(settings, "to_dict") else named
+    return settings
 
 
 def base_file(name: str) -> BaseFile | None:
     """What reads the file that a base is; None of a directory or hub name."""
-    found: BaseFile | None = _provided("base_file", name.rpartition(".")[2], name)
-    return found
+    file: BaseFile | None = _provided("base_file", name.rpartition(".")[2], name)
+    return file
 
 
 def stored_kind(fields: Mapping[str, Any], name: str) -> str | None:
@@ -70,18 +75,18 @@ def stored_kind(fields: Mapping[str, Any], name: str) -> str | None:
     """
     if (file := base_file(name)) is not None:
         return file.kind
-    found = quantization(fields)
-    if not found:
+    settings = quantization(fields)
+    if not settings:
         return None
-    kind = method = str(found.get("quant_method", "bitsandbytes"))
+    kind = method = str(settings.get("quant_method", "bitsandbytes"))
     if method == "bitsandbytes":
-        packed = found.get("bnb_4bit_quant_type", "fp4")
-        kind = "int8" if found.get("load_in_8bit") else str(packed)
+        packed = settings.get("bnb_4bit_quant_type", "fp4")
+        kind = "int8" if settings.get("load_in_8bit") else str(packed)
         method = f"bitsandbytes {packed}"
     if kind == "nf4":
         return kind
     form = _provided("stored_form", kind, name)
-    unknown = method if form is None else form.unknown(found)
+    unknown = method if form is None else form.unknown(settings)
     if not unknown:
         return kind
     seams = ("stored_form", "base_file")
@@ -97,8 +102,8 @@ def stored_kind(fields: Mapping[str, Any], name: str) -> str | None:
 def stored_form(fields: Mapping[str, Any], name: str) -> StoredForm | None:
     """What reads the weights beside a configuration; None of whole ones, NF4, and one file."""
     kind = stored_kind(fields, name)
-    found: StoredForm | None = None if kind is None else _provided("stored_form", kind, name)
-    return found
+    form: StoredForm | None = None if kind is None else _provided("stored_form", kind, name)
+    return form
 
 
 def _provided(seam: str, value: str, name: str) -> Any:

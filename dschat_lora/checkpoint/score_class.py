@@ -26,7 +26,7 @@ def register_score_class(config: PretrainedConfig) -> None:
     decoders = AutoModelForCausalLM._model_mapping
     if kind in known or kind not in decoders or getattr(config, "is_encoder_decoder", False):
         return
-    decoder: Any = decoders[kind]
+    decoder: type[PreTrainedModel] = decoders[kind]
     pretrained = _pretrained_class(decoder)
     name = _score_class_name(pretrained)
     prefix = decoder.base_model_prefix

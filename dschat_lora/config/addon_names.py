@@ -33,10 +33,7 @@ ADDONS: Mapping[str, Names] = {
     "kto": Names(values="answer_loss=kto"),
     "images": Names(),
     "environments": Names(seams="environment"),
-    "engines": Names(
-        values="rollout_engine=transformers rollout_engine=vllm "
-        "rollout_engine=http: rollout_engine=https:"
-    ),
+    "engines": Names(values="rollout_engine=vllm rollout_engine=http: rollout_engine=https:"),
     "agents": Names(),
     "distill": Names("distill", "distill", "algorithm=distill"),
     "parts": Names(),

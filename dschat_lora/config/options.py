@@ -81,7 +81,7 @@ def option(
     ``when`` is the condition under which the option has an effect; where it does not hold a run
     says so (:func:`dschat_lora.config.when.without_effect`). It is one term, or several with
     `` or `` between: ``lora_dim`` (is on, that is neither 0, false, absent nor "none"),
-    ``rollout_engine=own,transformers`` (is one of these), ``tensor_parallel_size>1``, each
+    ``algorithm=ppo,grpo`` (is one of these), ``tensor_parallel_size>1``, each
     perhaps after ``not ``. A name is that of an option, with or without the prefix of the group,
     or a property such as ``has_critic``, which a message calls "a critic". ``NEVER`` is of options
     that no stage uses, ``ELSEWHERE`` of those that other stages use. The class variable ``when`` of

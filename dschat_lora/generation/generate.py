@@ -133,7 +133,6 @@ class Decoder:
         prefixes: Sequence[tuple[int, int]] | None = None,
         keep_logprobs: bool = False,
         keep_going: KeepGoing | None = None,
-        needed: int | None = None,
     ) -> Responses:
         """As many responses to each prompt as it has seeds, prompt after prompt.
 
@@ -151,9 +150,6 @@ class Decoder:
         Where every rank must run the same number of forward passes, as sharded weights need it,
         ``keep_going`` is called once a step with whether this rank is done, and returns whether
         any rank is not. Call on every rank then.
-
-        As soon as all responses to ``needed`` prompts have ended the others are
-        :attr:`Responses.cut`.
 
         Raises:
             ValueError: if a prompt is empty, or the seeds are not as many for each prompt.
@@ -176,16 +172,15 @@ class Decoder:
         responses.start(flat, [n for n in bounds for _ in range(copies)] or None)
         if not prompts and keep_going is None:
             return responses
-        enough = len(prompts) if needed is None else needed
         if refilled:
             asked = [prompt for prompt in prompts for _ in range(copies)]
-            self._draw_in_slots(asked, responses, copies, enough)
+            self._draw_in_slots(asked, responses)
             return responses
         rows = self._rows_for(len(flat), columns) if prompts else None
         with self._kernels():
             if rows is not None:
                 rows.start(prompts, responses, copies=copies, source=before, prefixes=prefixes)
-            self._run(rows, responses, keep_going, copies, enough)
+            self._run(rows, responses, keep_going)
         return responses
 
     def _table_for(
@@ -211,9 +206,7 @@ class Decoder:
             )
         return self._responses[key]
 
-    def _draw_in_slots(
-        self, prompts: Sequence[Sequence[int]], responses: Responses, copies: int, needed: int
-    ) -> None:
+    def _draw_in_slots(self, prompts: Sequence[Sequence[int]], responses: Responses) -> None:
         if self._slots is None:
             self._slots = SlotRows(
                 self._model,
@@ -232,8 +225,6 @@ class Decoder:
                 prompts,
                 responses,
                 most_rows=most_rows,
-                copies=copies,
-                needed=needed,
                 poll=self._poll,
                 refill=max(1, int(self._refill_share * most_rows)),
             )
@@ -290,12 +281,8 @@ class Decoder:
         rows: CachedRows | RecomputedRows | None,
         responses: Responses,
         keep_going: KeepGoing | None,
-        copies: int,
-        needed: int,
     ) -> None:
         """Choose tokens until every sequence has ended, here and, with ``keep_going``, elsewhere.
-
-        Here it is enough that those of ``needed`` prompts have, with ``copies`` of each.
 
         The rows have chosen their first one. On a GPU it is checked every few steps only which
         sequences have ended, since reading it waits for the device.
@@ -312,11 +299,10 @@ class Decoder:
             elif rows is not None and chosen % self._poll == 0:
                 finished = responses.finished(chosen)
                 alive = [not finished[sequence] for sequence in rows.sequences]
-                groups = (finished[n : n + copies] for n in range(0, len(finished), copies))
-                if sum(map(all, groups)) < needed:
+                if any(alive):
                     rows.keep(alive)
                 else:
-                    rows, responses.cut = None, [not each for each in finished]
+                    rows = None
             if not (keep_going(rows is None) if keep_going else rows is not None):
                 break
 

@@ -17,23 +17,19 @@ def draw_in_slots(
     responses: Responses,
     *,
     most_rows: int,
-    copies: int,
-    needed: int,
     poll: int = 1,
     refill: int = 1,
 ) -> None:
     """Draw all sequences of ``responses``, one to each prompt; rows that have ended are refilled.
 
-    Each ``copies`` of them belong together; where all of ``needed`` such groups have ended, the
-    others are :attr:`Responses.cut`. It is looked every ``poll`` tokens which have ended, for which
-    alone the host waits. Prompts are read once ``refill`` rows are free, or all that wait have one.
+    It is looked every ``poll`` tokens which have ended, for which alone the host waits. Prompts are
+    read once ``refill`` rows are free, or all that wait have one.
     """
     limits = responses.limits
     longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     rows.reserve(min(most_rows, len(prompts)), longest)
     waiting, running = deque(range(len(prompts))), list[int]()
     drawn, read = ([0] * len(prompts) for _ in range(2))  # tokens of each, and those looked at
-    left = [copies] * (len(prompts) // copies)  # of each group
 
     def look(texts: Sequence[Sequence[int]], first: Sequence[int]) -> None:
         """Read what rows have drawn, from those numbers of tokens on; let ended ones leave."""
@@ -46,9 +42,8 @@ def draw_in_slots(
                 rows.leave(row)
                 running[row] = running[-1]
                 running.pop()
-                left[sequence // copies] -= 1
 
-    while left.count(0) < needed:
+    while waiting or running:
         free, count = most_rows - len(running), poll
         if waiting and (not running or free >= min(refill, len(waiting))):
             new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
@@ -63,6 +58,3 @@ def draw_in_slots(
         rooms = [limits[sequence] - drawn[sequence] for sequence in running]
         texts = rows.draw(responses, running, numbers, min(count, *rooms))
         look(texts, [number - 1 for number in numbers])
-    for row in reversed(range(len(running))):
-        rows.leave(row)
-    responses.cut = [n in {*waiting, *running} for n in range(len(prompts))]

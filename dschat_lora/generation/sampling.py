@@ -146,7 +146,6 @@ class Responses:
         end_ids: tokens that end a sequence, with that of none.
         limits: most tokens of each sequence that :meth:`start` has announced.
         size: sequences that :meth:`start` has announced.
-        cut: whether each was given up before its end; nothing is known of it then.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ class Responses:
         """Make room; ``ragged`` sequences have limits of their own."""
         self.capacity, self.size, self.ragged = capacity, 0, ragged
         self.limits: list[int] = []
-        self.cut: list[bool] = []
         self._sampling, self.end_ids = sampling, frozenset((NO_TOKEN, *eos_ids))
         self._ends = to_device(torch.tensor(sorted(self.end_ids), dtype=torch.int64), device)
         shape = (capacity + 1, sampling.max_new_tokens)
@@ -178,7 +176,6 @@ class Responses:
         ``limits`` bound their tokens further than the options of sampling do.
         """
         self.size, most = len(seeds), self._sampling.max_new_tokens
-        self.cut = [False] * self.size
         self.limits = [most] * self.size if limits is None else [min(most, n) for n in limits]
         if self._sampling.do_sample:
             drawn = uniforms(seeds, most)

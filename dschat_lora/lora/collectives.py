@@ -8,11 +8,12 @@ scattered sum. Sums are sums, never means.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dschat_lora.lora.layers import Context
 
 Exchange = Callable[[Tensor], Tensor]
 
@@ -183,10 +184,10 @@ def _itself(x: Tensor) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    def forward(ctx: Context, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
         ctx.back = back
         return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.back(grad), None, None

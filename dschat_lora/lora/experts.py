@@ -6,10 +6,10 @@ each expert has a pair of factors of its own. Here the parameter gives way to a 
 nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
-from dschat_lora.lora.layers import full_shape, gated, state_of, zeros
+from dschat_lora.lora.layers import (
+    Context,
+    full_shape,
+    gated,
+    state_of,
+    zeros,
+)
 from dschat_lora.lora.names import EXPERT_WEIGHTS
 from dschat_lora.lora.nf4 import NF4State, quantize
 
@@ -33,6 +39,18 @@ class Routing(NamedTuple):
     ends: Tensor  # (E,) int32, the number of rows of all experts up to each
     tokens: Tensor  # (S,) the token of each row
     num_tokens: int
+
+
+class FusedExperts(Protocol):
+    """What transformers' modules of fused experts have."""
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    act_fn: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
 
 
 class LoraExperts(nn.Module):
@@ -135,16 +153,16 @@ def expert_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 def expert_holders(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """The fused weights of experts by their names in ``module``: whose parameter each is."""
-    found = {}
+    holders = {}
     for weight in EXPERT_WEIGHTS:
         if (own := getattr(module, weight, None)) is not None:
-            found[weight] = (own, "weight") if isinstance(own, nn.Module) else (module, weight)
-    return found
+            holders[weight] = (own, "weight") if isinstance(own, nn.Module) else (module, weight)
+    return holders
 
 
-def adapt_experts(module: Any, weight: str, *, r: int, scaling: float) -> None:
+def adapt_experts(module: nn.Module, weight: str, *, r: int, scaling: float) -> None:
     """Put factors beside a fused weight of ``module``, in place."""
-    base, transposed = module.get_parameter(weight), module.is_transposed
+    base, transposed = module.get_parameter(weight), bool(module.is_transposed)
     lora = LoraExperts(base, r=r, scaling=scaling, transposed=transposed)
     compute_by(module, weight, lora.train(module.training))
 
@@ -175,15 +193,15 @@ def expert_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool =
         (S, out).
     """
     if (state := state_of(weight)) is not None:
-        product: Any = _QuantizedExperts.apply
-        output: Tensor = product(x, weight, ends, transposed, state)
+        args = x, weight, ends, transposed, state
+        output: Tensor = _QuantizedExperts.apply(*args)  # type: ignore[no-untyped-call]
         return output
     weight = weight.to(x.dtype)
     return grouped(x, weight if transposed else weight.transpose(1, 2), ends)
 
 
 def _routed(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: FusedExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """(T, H) outputs for (T, H) states, each token's weighted sum over the k experts it chose.
 
@@ -211,7 +229,7 @@ def _routed(
     return summed.to(hidden_states.dtype)
 
 
-def _fuses_gate(module: Any, x: Tensor) -> bool:
+def _fuses_gate(module: FusedExperts, x: Tensor) -> bool:
     """Whether ``module``, which gates by SiLU, is to do so by one kernel; on a CPU if asked to."""
     on_cpu = getattr(module, FUSES_GATE, None)
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -221,7 +239,7 @@ def _fuses_gate(module: Any, x: Tensor) -> bool:
 
 
 def _product(
-    module: Any, weight: str, x: Tensor, routing: Routing, gate: Tensor | None = None
+    module: FusedExperts, weight: str, x: Tensor, routing: Routing, gate: Tensor | None = None
 ) -> Tensor:
     """(S, out) of (S, in) rows, with the bias of each row's expert; of ``silu(gate) * x``."""
     own = getattr(module, weight)
@@ -242,7 +260,12 @@ class _QuantizedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, state: NF4State
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        transposed: bool,
+        state: NF4State,
     ) -> Tensor:
         ctx.save_for_backward(weight, ends)
         ctx.state, ctx.transposed = state, transposed
@@ -251,8 +274,9 @@ class _QuantizedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ends = ctx.saved_tensors
+        assert ctx.state is not None
         values = ctx.state.values(weight, grad.dtype)
         grad_x = grouped(grad, values.transpose(1, 2) if ctx.transposed else values, ends)
         return grad_x, *[None] * 4
@@ -263,7 +287,7 @@ class _LoraExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         lora_A: Tensor,  # noqa: N803
@@ -273,7 +297,7 @@ class _LoraExperts(torch.autograd.Function):
         transposed: bool,
         down: Tensor | None,
         up: Tensor | None,
-        state: Any,
+        state: NF4State | None,
         gate: Tensor | None,
     ) -> Tensor:
         down, up = (lora_A if down is None else down), (lora_B if up is None else up)
@@ -289,7 +313,7 @@ class _LoraExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_A, lora_B, down, up, inner, ends, gate = ctx.saved_tensors  # noqa: N806
         wants_x, wants_weight, wants_a, wants_b = ctx.needs_input_grad[:4]
         wants_x = wants_x or ctx.needs_input_grad[10]

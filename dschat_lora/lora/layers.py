@@ -11,8 +11,8 @@ factors. :func:`lora_linear` makes one, and keeps what the factors' gradients ne
 shared with every other layer that reads it, and ``x A^T``, which is r wide.
 """
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,27 @@ from torch import Tensor, nn
 
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
 
+if TYPE_CHECKING:
+    from dschat_lora.lora.nf4 import NF4State
+
 # Since torch 2.8, on CUDA.
 _MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
+
+
+class Context(Protocol):
+    """What torch hands to the passes of a function with derivatives of its own, and they note."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Any, ...]
+    save_for_backward: Callable[..., None]
+    set_materialize_grads: Callable[[bool], None]
+    back: Callable[[Tensor], Tensor]
+    n: int
+    ranks: list[int]
+    scaling: float
+    state: "NF4State | None"
+    transposed: bool
+    types: tuple[torch.dtype, torch.dtype]
 
 
 class Together(Protocol):
@@ -75,8 +94,7 @@ class LoraLinear(nn.Module):
         if not self.enabled:
             x = x if gate is None else gated(x, gate)
             if (state := state_of(self.weight)) is not None:
-                output: Tensor = state.linear(x, self.weight, self.bias)
-                return output
+                return state.linear(x, self.weight, self.bias)
             return (conv1d if self.transposed else F.linear)(x, self.weight, self.bias)
         if self.shared is not None and gate is None:
             together = self.shared.read(self, x)
@@ -104,7 +122,7 @@ class LoraLinear(nn.Module):
     def delta(self, lora_A: Tensor, lora_B: Tensor) -> Tensor:  # noqa: N803
         """The update these factors make to ``weight``, in its shape, float32."""
         update = self.scaling * (lora_B.float() @ lora_A.float())
-        return update.T if self.transposed else update
+        return update.mT if self.transposed else update
 
     def extra_repr(self) -> str:
         """Shape and adapter settings, for ``print(model)``."""
@@ -180,12 +198,12 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Context, gate: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(gate, x)
         return swiglu(_rows(gate), _rows(x)).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, ...]:
         gate, x = ctx.saved_tensors
         if torch.is_grad_enabled():  # they are to be differentiated themselves
             sigmoid = gate.sigmoid()
@@ -217,7 +235,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -228,7 +246,7 @@ class _LoraLinear(torch.autograd.Function):
         transposed: bool,
         down: Tensor | None,
         up: Tensor | None,
-        state: Any,
+        state: "NF4State | None",
         gate: Tensor | None,
     ) -> Tensor:
         # The parameters themselves are kept: casts are made again, and shards gathered again.
@@ -248,7 +266,7 @@ class _LoraLinear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(output, shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, lora_A, lora_B, down, up, keep, inner, gate = ctx.saved_tensors  # noqa: N806
         if torch.is_grad_enabled():  # they are to be differentiated themselves
             return _graph_of_gradients(ctx, grad_output, x, weight, lora_A, lora_B, keep, gate)
@@ -288,7 +306,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _graph_of_gradients(
-    ctx: Any,
+    ctx: Context,
     grad_output: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -306,8 +324,8 @@ def _graph_of_gradients(
     chosen = {i: each for i, each in inputs.items() if ctx.needs_input_grad[i]}
     gradients: list[Tensor | None] = [None] * 12
     if chosen:
-        found = torch.autograd.grad(output, [*chosen.values()], grad_output, create_graph=True)
-        for i, gradient in zip(chosen, found, strict=True):
+        wanted = torch.autograd.grad(output, [*chosen.values()], grad_output, create_graph=True)
+        for i, gradient in zip(chosen, wanted, strict=True):
             gradients[i] = gradient
     if ctx.needs_input_grad[2]:
         gradients[2] = grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
@@ -354,7 +372,7 @@ class LoraEmbedding(nn.Module):
         in_features: num_embeddings. out_features: dim.
     """
 
-    def __init__(self, base: Any, *, r: int, scaling: float) -> None:
+    def __init__(self, base: nn.Embedding, *, r: int, scaling: float) -> None:
         """Adopt the weight of ``base``, an ``nn.Embedding`` or one divided among ranks."""
         super().__init__()
         if base.max_norm is not None:
@@ -430,7 +448,7 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return shape if shard is None else torch.Size(shard.full_shape(shape))
 
 
-def state_of(weight: object) -> Any:
+def state_of(weight: object) -> "NF4State | None":
     """What the codes of a quantised weight stand for, an ``NF4State``; None for another tensor."""
     return getattr(weight, "nf4", None)
 
@@ -455,8 +473,7 @@ def value_shape(weight: Tensor) -> torch.Size | None:
 def values_of(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The values of a weight, quantised or not, in ``dtype`` (default: its own)."""
     if (state := state_of(weight)) is not None:
-        values: Tensor = state.values(weight.data, dtype)
-        return values
+        return state.values(weight.data, dtype)
     return weight if dtype is None else weight.to(dtype)
 
 

@@ -298,20 +298,20 @@ def replace_part(model: nn.Module, name: str, part: nn.Module | nn.Parameter) ->
 
 def _train_biases(model: nn.Module, adapted: list[str] | None, saved: list[str]) -> None:
     """Give the ``adapted`` layers, or every layer outside ``saved``, a trained bias."""
-    found = False
+    has_any = False
     for name, module in list(model.named_modules()):
         has_bias = module._parameters.get("bias") is not None
         chosen = not is_inside(name, saved) if adapted is None else name in adapted
         if not (has_bias and chosen):
             continue
-        found = True
+        has_any = True
         if isinstance(module, LoraLinear):
             module.trained_bias = float32_copy(module.get_parameter("bias"))
             if isinstance(module, ParallelLoraLinear):
                 mark_shard(module.trained_bias, module.split.bias)
         else:
             replace_part(model, name, TrainedBias(module))
-    if not found:
+    if not has_any:
         option = "all" if adapted is None else "lora_only"
         raise ValueError(f"--train_bias {option}: no such layer has a bias; use none")
 

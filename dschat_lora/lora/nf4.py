@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dschat_lora.lora.layers import state_of
+from dschat_lora.lora.layers import Context, state_of
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
 PIECE = 2**16  # weights that a CPU quantises at a time
@@ -98,8 +98,7 @@ class NF4State:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x W^T + b`` of the weight whose state this is, in the dtype of ``x``."""
-        output: Tensor = _Product.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
-        return output
+        return product(x, weight, bias)
 
 
 @torch.no_grad()
@@ -145,8 +144,8 @@ def _packed(matrix: Tensor, worker: torch.device) -> tuple[Tensor, Tensor]:
     rows = rows if worker.type == "cpu" else len(matrix)
     for first in range(0, len(matrix), rows):
         values = matrix[first : first + rows].to(worker).float().contiguous()
-        found = torch.ops.bitsandbytes.quantize_4bit(values, BLOCK_SIZE, "nf4", torch.uint8)
-        for whole, part, size in zip((codes, absmax), found, (2, BLOCK_SIZE), strict=True):
+        parts = torch.ops.bitsandbytes.quantize_4bit(values, BLOCK_SIZE, "nf4", torch.uint8)
+        for whole, part, size in zip((codes, absmax), parts, (2, BLOCK_SIZE), strict=True):
             start = first * width // size
             whole[start : start + len(part)] = part
     return codes, absmax
@@ -170,11 +169,10 @@ def from_stored(
     _register_operators()
     fields: Mapping[str, object] = json.loads(bytes(read(f".{STATE_KEY}").tolist()))
     matrix = shape[::-1] if transposed else shape
-    found = fields["shape"]
-    if fields["quant_type"] != "nf4" or found != list(matrix):
+    if fields["quant_type"] != "nf4" or fields["shape"] != list(matrix):
         raise ValueError(
-            f"holds {fields['quant_type']} codes of the shape {found}, not nf4 codes of "
-            f"{list(matrix)}"
+            f"holds {fields['quant_type']} codes of the shape {fields['shape']}, not nf4 codes "
+            f"of {list(matrix)}"
         )
     nf4 = NF4State(
         torch.Size(matrix),
@@ -217,12 +215,17 @@ class NF4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of ``x``."""
-        output: Tensor = state_of(self.weight).linear(x, self.weight, self._parameters["bias"])
-        return output
+        return product(x, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:
         """Shape, for ``print(model)``."""
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x W^T + b`` of a quantised weight, in the dtype of ``x``."""
+    output: Tensor = _Product.apply(x, weight, bias, state_of(weight))  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Product(torch.autograd.Function):
@@ -230,7 +233,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: NF4State
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, state: NF4State
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.state = state
@@ -240,14 +243,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         wants_x, _, wants_bias, _ = ctx.needs_input_grad
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = None
-        if wants_x:
-            product = flat @ _matrix(weight, ctx.state, grad.dtype)
-            grad_x = product.view(*grad.shape[:-1], product.shape[-1])
+        if wants_x and ctx.state is not None:
+            grad_x = flat @ _matrix(weight, ctx.state, grad.dtype)
+            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
         return grad_x, None, flat.sum(0) if wants_bias else None, None
 
 

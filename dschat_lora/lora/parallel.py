@@ -62,13 +62,13 @@ class Shard:
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
         """(start, stop) in the whole dimension of what a rank holds, in its order."""
         rank = self.group.rank if rank is None else rank
-        found, begin = [], 0
+        ranges, begin = [], 0
         for block in self.blocks:
             each = -(-block // self.group.size)
             start, stop = min(rank * each, block), min((rank + 1) * each, block)
-            found.append((begin + start, begin + stop))
+            ranges.append((begin + start, begin + stop))
             begin += block
-        return found
+        return ranges
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's part of a tensor that every rank has."""
@@ -357,7 +357,7 @@ class ParallelLoraEmbedding(LoraEmbedding):
     """A :class:`LoraEmbedding` of which each rank holds some of the vocabulary, and all of B."""
 
     def __init__(self, base: ParallelEmbedding, *, r: int, scaling: float) -> None:
-        super().__init__(base, r=r, scaling=scaling)
+        super().__init__(base, r=r, scaling=scaling)  # type: ignore[arg-type]
         self.shard = base.shard
         columns = Shard(self.shard.group, 1, self.shard.blocks)
         self.lora_embedding_A = _part(self.lora_embedding_A, columns)

@@ -15,7 +15,8 @@ from dschat_lora.lora.names import is_inside, is_of_expert
 FULL_FINE_TUNING_RATE = 5e-5
 # "LoRA Without Regret" (Thinking Machines, 2025, thinkingmachines.ai/blog/lora): the best rate of
 # adapters is about 10 times that of all weights, in runs of about 100 steps up to 15 times, alike
-# for supervised and reinforcement learning, with alpha 32 as here.
+# for supervised and reinforcement learning, with alpha 32 as here: a low-rank change with B = 0
+# at the start is all that trains. DeepSpeed-Chat's users were told 2 to 3 times.
 BEST_MULTIPLIER, MAX_MULTIPLIER = 10.0, 15.0
 
 # By how much the best rate falls with the width, relative to 2,000: fitted by Thinking Machines to
@@ -90,9 +91,9 @@ def capacity_warnings(
     """
     if lora.lora_dim == 0:
         return []
-    found = []
+    warnings = []
     if samples_per_step > MOST_SAMPLES:
-        found.append(
+        warnings.append(
             f"a step has about {samples_per_step:,.0f} samples, a packed row counted as one: "
             f"batches above {MOST_SAMPLES} cost adapters more loss than full fine-tuning, whatever "
             "their rank; lower --gradient_accumulation_steps or --per_device_train_batch_size"
@@ -101,12 +102,12 @@ def capacity_warnings(
     if brought > held:
         rank = int(-(-lora.lora_dim * brought // held))
         remedy = f"try --lora_dim {rank}, or train" if rank < width else "train"
-        found.append(
+        warnings.append(
             f"an adapter of {parameters:,} parameters holds about {held:,.0f} bits, and the data's "
             f"{tokens:,} supervised tokens bring about {brought:,.0f}: from some step on it learns "
             f"more slowly than full fine-tuning; {remedy} all weights"
         )
-    return found
+    return warnings
 
 
 def octaves_above(rate: float, octaves: int) -> float:
@@ -122,22 +123,12 @@ def base_rate(optim: OptimConfig) -> float:
     return optim.learning_rate
 
 
-def suggested_lora_rate(full_rate: float, multiplier: float = BEST_MULTIPLIER) -> float:
-    """A learning rate for adapters: ``multiplier`` times a good one for training every weight.
-
-    Adapters want a larger rate than full fine-tuning of the same model, since only a low-rank
-    change with B = 0 at the start is trained. DeepSpeed-Chat's users were told to start at 2 to 3
-    times the full rate; measured since, about 10 times is best.
-    """
-    return full_rate * multiplier
-
-
 def adapter_learning_rate(optim: OptimConfig) -> float:
     """Peak rate of the adapters: the one given, a multiple of the base's, by rule or default."""
     if optim.lora_learning_rate is not None:
         return optim.lora_learning_rate
     if optim.lora_lr_multiplier is not None:
-        return suggested_lora_rate(base_rate(optim), optim.lora_lr_multiplier)
+        return base_rate(optim) * optim.lora_lr_multiplier
     if optim.learning_rate == "auto" and optim.ruled is not None:
         return optim.ruled[1]
     default = optim.default_lora_learning_rate
@@ -160,7 +151,7 @@ def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
     if rate < 2 * full:
         return (
             f"adapters train at {rate:g}, a rate of full fine-tuning; about 10 times as much is "
-            f"best as a rule: try --lora_learning_rate {suggested_lora_rate(full):g}"
+            f"best as a rule: try --lora_learning_rate {full * BEST_MULTIPLIER:g}"
         )
     multiplier = optim.lora_lr_multiplier
     if multiplier is not None and multiplier > MAX_MULTIPLIER:
@@ -211,20 +202,19 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
             "of none; drop the option"
         )
     rest_rate: float | None = getattr(model, "rest_rate", None)
-    parts = getattr(model, "rest", ()) if rest_rate is not None else ()
-    rest = {name for name in own & matrices if is_inside(name, parts)}
+    beside = getattr(model, "rest", ()) if rest_rate is not None else ()
+    rest = {name for name in own & matrices if is_inside(name, beside)}
     layers = (own & matrices) - experts - rest
-    expert_rate, rest_rate = expert_rate or rate, rest_rate or rate
+    parts = ("lora", layers, rate), ("experts", experts, expert_rate), ("rest", rest, rest_rate)
     decay = optim.weight_decay
     groups = [
         group("base", base & matrices, base_rate(optim), decay),
         group("base_no_decay", base - matrices, base_rate(optim), 0.0),
-        group("lora", layers - fast, rate, decay),
-        group("lora_B", layers & fast, rate * ratio, decay),
-        group("experts", experts - fast, expert_rate, decay),
-        group("experts_B", experts & fast, expert_rate * ratio, decay),
-        group("rest", rest - fast, rest_rate, decay),
-        group("rest_B", rest & fast, rest_rate * ratio, decay),
+        *(
+            group(f"{name}{ending}", chosen, (own_rate or rate) * factor, decay)
+            for name, names, own_rate in parts
+            for ending, chosen, factor in (("", names - fast, 1.0), ("_B", names & fast, ratio))
+        ),
         group("lora_no_decay", own - matrices, rate, 0.0),
     ]
     if optim.layerwise_lr_decay != 1:
@@ -252,14 +242,14 @@ def layers_from_top(model: nn.Module) -> dict[str, int]:
     number in a name tells apart; towers of a composite model are counted each for itself.
     """
     names = [name for name, _ in model.named_parameters()]
-    blocks = {name: found for name in names if (found := re.match(r"(.+?)\.(\d+)\.", name))}
+    blocks = {name: match for name in names if (match := re.match(r"(.+?)\.(\d+)\.", name))}
     heights: dict[str, int] = {}
-    for tower, index in (found.groups() for found in blocks.values()):
+    for tower, index in (match.groups() for match in blocks.values()):
         heights[tower] = max(heights.get(tower, 0), int(index) + 1)
 
     def from_top(name: str) -> int:
-        if (found := blocks.get(name)) is not None:
-            return heights[found[1]] - int(found[2])
+        if (match := blocks.get(name)) is not None:
+            return heights[match[1]] - int(match[2])
         owner = model.get_submodule(name.rpartition(".")[0])
         embeds = isinstance(owner, nn.Embedding | LoraEmbedding) or "embeddings" in name
         return max(heights.values(), default=0) + 1 if embeds else 0

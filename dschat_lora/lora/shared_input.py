@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.layers import (
+    Context,
     LoraLinear,
     active_bias,
     lora_linear_reference,
@@ -29,10 +30,10 @@ def layers_of_one_input(model: nn.Module) -> Iterator[list[LoraLinear]]:
     for module in model.modules():
         for names in READ_ONE_INPUT:
             layers = [module._modules.get(name) for name in names]
-            found = [each for each in layers if isinstance(each, LoraLinear) and each.enabled]
-            alike = all(getattr(each, "split", None) is None for each in found)
-            if len(found) == len(names) and alike and len({e.scaling for e in found}) == 1:
-                yield found
+            adapted = [each for each in layers if isinstance(each, LoraLinear) and each.enabled]
+            alike = all(getattr(each, "split", None) is None for each in adapted)
+            if len(adapted) == len(names) and alike and len({e.scaling for e in adapted}) == 1:
+                yield adapted
 
 
 class SharedInput:
@@ -110,7 +111,7 @@ class _LorasOfOneInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, down: Tensor, scaling: float, n: int, *each: Tensor | None
+        ctx: Context, x: Tensor, down: Tensor, scaling: float, n: int, *each: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases, firsts, seconds, ups = _parts(each, n)
         rows = x.reshape(-1, x.shape[-1])
@@ -128,7 +129,7 @@ class _LorasOfOneInput(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         x, down, inner, *each = ctx.saved_tensors
         n = ctx.n
         weights, firsts, seconds, ups = _parts(each, n)
@@ -166,7 +167,7 @@ def _parts(each: Sequence[Any], n: int) -> list[Sequence[Any]]:
 
 
 def _graph_of_gradients(
-    ctx: Any,
+    ctx: Context,
     grad_outputs: Sequence[Tensor | None],
     x: Tensor,
     weights: Sequence[Tensor],
@@ -181,7 +182,7 @@ def _graph_of_gradients(
     inputs = dict(enumerate([x, *[None] * (3 + 2 * n), *firsts, *seconds, *[None] * n]))
     chosen = {i: y for i, y in inputs.items() if y is not None and ctx.needs_input_grad[i]}
     used = [(y, g) for y, g in zip(outputs, grad_outputs, strict=True) if g is not None]
-    found = torch.autograd.grad(
+    wanted = torch.autograd.grad(
         [y for y, _ in used],
         [*chosen.values()],
         [g for _, g in used],
@@ -189,7 +190,7 @@ def _graph_of_gradients(
         allow_unused=True,
     )
     gradients: list[Tensor | None] = [None] * len(inputs)
-    for i, gradient in zip(chosen, found, strict=True):
+    for i, gradient in zip(chosen, wanted, strict=True):
         gradients[i] = gradient
     for i, grad in enumerate(grad_outputs):
         if grad is not None and ctx.needs_input_grad[4 + n + i]:

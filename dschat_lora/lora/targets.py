@@ -129,13 +129,13 @@ def router_names(model: nn.Module) -> set[str]:
         if is_ending(name, "router") or "Router" in type(module).__name__
     ]
     linear = (name for name, module in model.named_modules() if is_plain_linear(module))
-    found = {name for name in linear if is_inside(name, routers)}
+    names = {name for name in linear if is_inside(name, routers)}
     for name, module in fused_experts(model):
         parent = name.rpartition(".")[0]
         for own, each in model.get_submodule(parent).named_modules():
             if is_plain_linear(each) and _outputs(each) == module.num_experts:
-                found.add(f"{parent}.{own}")
-    return found
+                names.add(f"{parent}.{own}")
+    return names
 
 
 def _chosen(model: nn.Module, config: LoraConfig, candidates: Mapping[str, nn.Module]) -> set[str]:
@@ -179,15 +179,15 @@ def bypassed_layers(model: nn.Module, chosen: Collection[str], config: LoraConfi
         ValueError: if they were asked for by name.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    found = {name for name in chosen if name.endswith(f".{_BYPASSED}") and kind in _FUSED_MAMBA}
+    bypassed = {name for name in chosen if name.endswith(f".{_BYPASSED}") and kind in _FUSED_MAMBA}
     by_name = config.lora_module_name is not None or config.target_modules != (ALL_LINEAR,)
-    if found and by_name:
+    if bypassed and by_name:
         raise ValueError(
             f"the layers to adapt include {_BYPASSED!r}, whose adapter the GPU kernel of Mamba "
             f"blocks ({kind}) would pass by, and which PEFT refuses: leave it out, or use "
             f"--target_modules {ALL_LINEAR}"
         )
-    return found
+    return bypassed
 
 
 def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
@@ -267,9 +267,9 @@ def minimal_endings(
         list can tell a path from another that ends in it.
     """
     if within and names:
-        found = (_pattern_within(part, names, all_names) for part in within)
+        patterns = (_pattern_within(part, names, all_names) for part in within)
         outside = sorted(re.escape(name) for name in names if not is_inside(name, within))
-        return "|".join(filter(None, (*outside, *found)))
+        return "|".join(filter(None, (*outside, *patterns)))
     endings = _endings(names, all_names, is_ending)
     if endings is None:
         return "|".join(re.escape(name) for name in sorted(names))

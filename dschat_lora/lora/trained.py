@@ -14,10 +14,9 @@ from dschat_lora.lora.layers import (
     full_shape,
     is_conv1d,
     is_transposed,
-    state_of,
     values_of,
 )
-from dschat_lora.lora.nf4 import NF4Linear
+from dschat_lora.lora.nf4 import NF4Linear, product
 
 
 class TrainedBias(nn.Module):
@@ -64,7 +63,7 @@ class TrainedModule(nn.Module):
         self.trained = float32_module(base).requires_grad_(True)
         self.train(base.training)
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """What the original returns, in its dtype, computed with the trained weights.
 
         That may be a tuple, as of a router of experts.
@@ -106,7 +105,7 @@ def float32_module(base: nn.Module) -> nn.Module:
 
 def _biased_function(base: nn.Module) -> Callable[[Tensor, Any, Any], Tensor]:
     if isinstance(base, NF4Linear):
-        return lambda x, weight, bias: state_of(weight).linear(x, weight, bias)
+        return product
     if isinstance(base, nn.Linear):
         return F.linear
     if is_conv1d(base):

@@ -85,26 +85,22 @@ class Backbone:
             magnitudes = self.noise_alpha / lengths.clamp(min=1).sqrt()
             extra = inputs["input_ids"].shape[1] - magnitudes.shape[1]  # which ranks share
             self._magnitudes = _longer(magnitudes, extra)
-        replayed = None
+        replayed: Tensor | None = None
         if self.graphs is not None and self.model.training and torch.is_grad_enabled():
             replayed = self.graphs(inputs)
-        whole = self._compute(inputs) if replayed is None else replayed
-        hidden = whole[:, :count].flatten(0, 1)
+        if replayed is None:
+            try:
+                output = self.model.base_model(**inputs)
+            finally:
+                self._magnitudes = None
+            if self.records_routers:
+                self.router_logits = output.router_logits
+            replayed = output.last_hidden_state
+        hidden = replayed[:, :count].flatten(0, 1)
         if places is not None:
             padded = hidden.new_zeros(input_ids.numel(), hidden.shape[-1])
             hidden = padded.index_copy(0, places, hidden)
         return hidden.view(*input_ids.shape, -1)
-
-    def _compute(self, inputs: dict[str, Any]) -> Tensor:
-        """Last hidden states of what the model is called with."""
-        try:
-            output = self.model.base_model(**inputs)
-        finally:
-            self._magnitudes = None
-        if self.records_routers:
-            self.router_logits = output.router_logits
-        hidden: Tensor = output.last_hidden_state
-        return hidden
 
     def add_noise(self, _module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:
         """The forward hook of the embedding that adds NEFTune's noise (arXiv:2310.05914)."""

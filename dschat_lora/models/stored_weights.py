@@ -71,7 +71,11 @@ class StoredWeights:
             tensors, rules = form.weights(model, file)
             self._files = dict.fromkeys(tensors, _Tensors(tensors))
         else:
-            self._files, rules = _files(path, pickled=pickled), _rules(model, named, path)
+            fields = PretrainedConfig.get_config_dict(path)[0]
+            stored = stored_form(fields, path)
+            quantizer = None if stored is None else stored.quantizer(quantization(fields), model)
+            rules = get_model_conversion_mapping(named, hf_quantizer=quantizer)
+            self._files = _files(path, pickled=pickled)
         weights = {key.rpartition(_PACKED)[0] for key in self._files if key.endswith(_PACKED)}
         parts = {key for key in self._files if key.rpartition(".weight.")[0] + ".weight" in weights}
         self._sources = _sources(named, self._files.keys() - parts, rules)
@@ -202,18 +206,6 @@ def add_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2))
 
 
-def _rules(model: PreTrainedModel, named: PreTrainedModel, path: str) -> list[Any]:
-    """transformers' rules for the files at ``path``: renamings, and conversions to values.
-
-    They are those of ``named``, which is ``model`` or the composite one that it is in.
-    """
-    fields = PretrainedConfig.get_config_dict(path)[0]
-    form = stored_form(fields, path)
-    quantizer = None if form is None else form.quantizer(quantization(fields), model)
-    rules: list[Any] = get_model_conversion_mapping(named, hf_quantizer=quantizer)
-    return rules
-
-
 def _sources(model: PreTrainedModel, keys: Collection[str], rules: list[Any]) -> dict[str, _Source]:
     """What each weight of the model is made of, by its name there."""
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -332,8 +324,9 @@ def load_parts(model: PreTrainedModel, path: str, *, new: Collection[str] = ()) 
             with stored.piece(name) as piece:
                 value = _own_part(piece, name, parameter)
                 if state is not None:
-                    options = {"dtype": state.dtype, "transposed": state.transposed}
-                    new_parameter = nf4.quantize(value, **options, worker=device())
+                    new_parameter = nf4.quantize(
+                        value, dtype=state.dtype, transposed=state.transposed, worker=device()
+                    )
         if new_parameter is None:
             new_parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
             new_parameter.__dict__.update(parameter.__dict__)

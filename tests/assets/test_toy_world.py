@@ -18,16 +18,12 @@ from dschat_lora.assets.toy_world import (
     COLOURS,
     DAYS,
     FAMILIES,
-    FLAWS,
     MONTHS,
     NAMES,
     OPPOSITES,
-    WORDS,
     Verdict,
-    draw_task,
     judge,
     parse,
-    write,
 )
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_bundled.py"
@@ -153,7 +149,10 @@ def test_a_prompt_from_elsewhere_is_an_error(prompt):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_flaw_lowers_the_grade(family):
+def test_every_flaw_lowers_the_grade(monkeypatch, family):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from bundled_answers import FLAWS, draw_task, write
+
     rng = Random(0)
     for _ in range(20):
         task = draw_task(rng, family)
@@ -239,7 +238,10 @@ def test_digits_and_line_breaks_are_tokens_of_their_own():
     assert tokens == [" ", "1", "2", "3", "\n", "\n", "4"]
 
 
-def test_every_word_of_the_world_is_one_token():
+def test_every_word_of_the_world_is_one_token(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from bundled_answers import WORDS
+
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     things = (*COLOURS, *COLOURS.values(), *CATEGORIES, *CATEGORIES.values(), *OPPOSITES)
     nouns = (word for thing in things for word in thing.split())

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 
 from dschat_lora.checkpoint.adapter_config import (
@@ -9,7 +6,6 @@ from dschat_lora.checkpoint.adapter_config import (
     peft_fields,
     read_adapter_config,
 )
-from dschat_lora.checkpoint.model_card import model_card
 
 CONFIG = AdapterConfig(
     base_model_name_or_path="some/base",
@@ -64,34 +60,3 @@ def test_whole_alpha_is_written_as_an_integer():
     assert fields["lora_alpha"] == 16
     assert isinstance(fields["lora_alpha"], int)
     assert fields["modules_to_save"] is None
-
-
-def test_reading_a_config_imports_nothing_heavy():
-    code = (
-        "import sys, dschat_lora.checkpoint.adapter_config\n"
-        "assert not {'torch', 'safetensors', 'transformers', 'numpy'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_model_card_states_base_settings_data_metrics_and_versions():
-    card = model_card(
-        CONFIG,
-        data={"source": "pairs.jsonl", "samples": 300},
-        metrics={"perplexity": 3.14159265},
-        versions={"torch": "2.13.0"},
-    )
-    assert card.startswith('---\nbase_model: "some/base"\nlibrary_name: peft\n')
-    for row in (
-        "| rank | 8 |",
-        "| target modules | q_proj, v_proj |",
-        "| source | pairs.jsonl |",
-        "| perplexity | 3.14159 |",
-        "| torch | 2.13.0 |",
-    ):
-        assert row in card.splitlines()
-
-
-def test_model_card_says_so_where_nothing_was_recorded():
-    card = model_card(CONFIG, data={}, metrics={}, versions={})
-    assert card.count("Not recorded.") == 3

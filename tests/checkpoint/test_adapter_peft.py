@@ -14,7 +14,7 @@ from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of, read_ad
 from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.manifest import write_manifest
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora, lora_layers
+from dschat_lora.lora.model import adapter_layout, adapter_parameters, apply_lora
 from helpers.tiny import random_ids, randomise, tiny_model, trained, write_trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -64,6 +64,18 @@ OURS = {
 }
 
 
+def loaded(model, directory):
+    """The model with the adapter of a directory."""
+    apply_lora(model, lora_config_of(directory), seed=9)
+    assert set(load_adapter(model, directory)) == adapter_parameters(model).keys()
+    return model
+
+
+def peft_model(kind, config=peft.LoraConfig, **options):
+    options = {"r": 3} | ({"lora_alpha": 7} if config is peft.LoraConfig else {}) | options
+    return peft.get_peft_model(tiny_model(kind), config(**options)).eval()
+
+
 @pytest.mark.parametrize(("kind", "options"), OURS.values(), ids=OURS)
 def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path):
     config = LoraConfig(**{"lora_dim": 3, "lora_alpha": 6} | options)
@@ -79,72 +91,47 @@ def test_stock_peft_loads_our_adapter_with_equal_logits(kind, options, tmp_path)
     expected = theirs(ids).logits
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.01
-    again = tiny_model(kind)
-    apply_lora(again, lora_config_of(tmp_path / "adapter"), seed=9)
-    load_adapter(again, tmp_path / "adapter")
+    again = loaded(tiny_model(kind), tmp_path / "adapter")
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 PARTS = LoraConfig(lora_dim=3, lora_alpha=5.5, target_modules=("c_attn",), enable_lora=("q", "v"))
 
 
-def write_parts(directory):
-    """An adapter of parts of GPT-2's packed projections, and its model."""
-    model = trained(tiny_model("gpt2"), PARTS)
+def test_an_adapter_of_parts_goes_on_as_one_and_in_peft_as_a_plain_one(tmp_path):
+    model, ids, directory = trained(tiny_model("gpt2"), PARTS), random_ids(), tmp_path / "adapter"
     write_trained(directory, model, PARTS)
-    return model
-
-
-def test_an_adapter_of_parts_goes_on_as_one(tmp_path):
-    write_parts(tmp_path / "adapter")
-    stored = lora_config_of(tmp_path / "adapter")
-    assert (stored.lora_dim, stored.lora_alpha) == (3, 5.5)
-    assert stored.enable_lora == ("q", "v")
-    adapter = read_adapter(tmp_path / "adapter")
+    stored = lora_config_of(directory)
+    assert (stored.lora_dim, stored.lora_alpha, stored.enable_lora) == (3, 5.5, ("q", "v"))
+    adapter = read_adapter(directory)
     assert (adapter.config.r, adapter.config.lora_alpha) == (3, 5.5)
     assert {tuple(t.shape) for t in adapter.tensors.values()} == {(6, 32), (64, 3)}
-    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    fields = json.loads((directory / "adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"]) == (6, 11)
-
-
-def test_an_adapter_of_parts_that_peft_saved_anew_is_a_plain_one(tmp_path):
-    model, ids = write_parts(tmp_path / "ours"), random_ids()
-    theirs = peft.PeftModel.from_pretrained(tiny_model("gpt2"), tmp_path / "ours")
-    theirs.save_pretrained(tmp_path / "theirs")
-    stored = lora_config_of(tmp_path / "theirs")
-    assert (stored.lora_dim, stored.lora_alpha, stored.enable_lora) == (6, 11, ())
-    again = tiny_model("gpt2")
-    apply_lora(again, stored, seed=0)
-    load_adapter(again, tmp_path / "theirs")
-    torch.testing.assert_close(again(ids).logits, model(ids).logits)
-
-
-def test_an_adapter_of_parts_needs_room_for_the_same_parts(tmp_path):
-    write_parts(tmp_path / "adapter")
     other = tiny_model("gpt2")
     apply_lora(other, replace(PARTS, enable_lora=("q", "k")), seed=0)
     message = r"trained with --enable_lora q v; the factors of transformer.h.0.attn.c_attn are for"
     with pytest.raises(ValueError, match=message):
-        load_adapter(other, tmp_path / "adapter")
-
-
-def test_an_adapter_of_parts_with_values_between_them_is_refused(tmp_path):
-    write_parts(tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_model.safetensors"
+        load_adapter(other, directory)
+    theirs = peft.PeftModel.from_pretrained(tiny_model("gpt2"), directory)
+    theirs.save_pretrained(tmp_path / "theirs")
+    stored = lora_config_of(tmp_path / "theirs")
+    assert (stored.lora_dim, stored.lora_alpha, stored.enable_lora) == (6, 11, ())
+    again = loaded(tiny_model("gpt2"), tmp_path / "theirs")
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+    # Values between the parts.
+    path = directory / "adapter_model.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
-    key = "base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"
-    tensors[key][40, 1] = 0.1  # of k
-    save_file(tensors, path, metadata)
-    write_manifest(tmp_path / "adapter", kind="adapter")
+    tensors["base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"][40, 1] = 0.1  # of k
     message = r"transformer.h.1.attn.c_attn.lora_B: values other than zero stand outside the blocks"
-    with pytest.raises(ValueError, match=message):
-        read_adapter(tmp_path / "adapter")
-    save_file(tensors, path, metadata | {"packed": "[]"})
-    write_manifest(tmp_path / "adapter", kind="adapter")
-    with pytest.raises(ValueError, match=r"is damaged: it notes '\[\]' of packed layers"):
-        read_adapter(tmp_path / "adapter")
+    note = r"is damaged: it notes '\[\]' of packed layers"
+    for more, words in (({}, message), ({"packed": "[]"}, note)):
+        save_file(tensors, path, metadata | more)
+        write_manifest(directory, kind="adapter")
+        with pytest.raises(ValueError, match=words):
+            read_adapter(directory)
 
 
 def test_parameters_that_begin_anew_are_left_as_they_are(tmp_path):
@@ -191,9 +178,7 @@ THEIRS = {
 
 
 def peft_adapter(kind, options, directory):
-    theirs = peft.get_peft_model(
-        tiny_model(kind), peft.LoraConfig(**{"r": 3, "lora_alpha": 7} | options)
-    ).eval()
+    theirs = peft_model(kind, **options)
     randomise(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(directory)
     return theirs
@@ -202,33 +187,45 @@ def peft_adapter(kind, options, directory):
 @pytest.mark.parametrize(("kind", "options"), THEIRS.values(), ids=THEIRS)
 def test_adapter_made_by_peft_gives_equal_logits_here(kind, options, tmp_path):
     theirs = peft_adapter(kind, options, tmp_path)
-    ours, ids = tiny_model(kind), random_ids()
-    apply_lora(ours, lora_config_of(tmp_path), seed=0)
-    loaded = load_adapter(ours, tmp_path)
-    assert set(loaded) == adapter_parameters(ours).keys()
+    ours, ids = loaded(tiny_model(kind), tmp_path), random_ids()
     expected = theirs(ids).logits
     torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert (expected - tiny_model(kind)(ids).logits).abs().max() > 0.01
+    if not read_adapter(tmp_path).base_tensors:  # of half precision it is read as float32
+        theirs.half().save_pretrained(tmp_path)
+        adapter = read_adapter(tmp_path)
+        trained = adapter_parameters(loaded(tiny_model(kind), tmp_path))
+        dtypes = {t.dtype for t in (*adapter.tensors.values(), *trained.values())}
+        assert dtypes == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_all_linear_adapts_what_peft_adapts(kind, tmp_path):
-    theirs = peft.get_peft_model(
-        tiny_model(kind), peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "projected_opt"])
+def test_all_linear_adapts_what_peft_adapts(kind):
+    theirs = peft_model(kind, target_modules="all-linear", task_type="CAUSAL_LM")
     expected = [
         name.removeprefix("base_model.model.")
         for name, module in theirs.named_modules()
         if isinstance(module, peft.tuners.lora.LoraLayer)
     ]
+    if kind == "projected_opt":  # but for the projections around the blocks
+        expected = [name for name in expected if "layers" in name]
     assert apply_lora(tiny_model(kind), LoraConfig(lora_dim=3), seed=0) == expected
 
 
-def test_all_linear_leaves_projections_around_the_blocks_of_opt_alone():
-    model = tiny_model("projected_opt")
-    names = apply_lora(model, LoraConfig(lora_dim=3), seed=0)
-    assert len(names) == 2 * 6
-    assert all(name.startswith("model.decoder.layers.") for name in names)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"lora_bias": True}, "lora_bias True is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"config": peft.LoHaConfig}, "peft_type 'LOHA' is not supported"),
+    ],
+)
+def test_variants_of_lora_and_other_methods_are_refused_by_name(options, message, tmp_path):
+    peft_model("projected_opt", target_modules=["q_proj"], **options).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lora_config_of(tmp_path)
 
 
 def test_resized_embedding_in_a_peft_adapter_is_refused(tmp_path):
@@ -239,42 +236,6 @@ def test_resized_embedding_in_a_peft_adapter_is_refused(tmp_path):
         model.model.decoder.embed_tokens.weight[3] += 1
     with pytest.raises(ValueError, match=r"embed_tokens\.weight of another base"):
         load_adapter(model, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_dora": True}, "use_dora True is not supported"),
-        ({"lora_bias": True}, "lora_bias True is not supported"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
-    ],
-)
-def test_variants_of_lora_are_refused_by_name(options, message, tmp_path):
-    peft_adapter("projected_opt", {"target_modules": ["q_proj"]} | options, tmp_path)
-    with pytest.raises(ValueError, match=message):
-        lora_config_of(tmp_path)
-
-
-def test_other_methods_of_peft_are_refused(tmp_path):
-    model = peft.get_peft_model(
-        tiny_model("projected_opt"), peft.LoHaConfig(target_modules=["q_proj"])
-    )
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="peft_type 'LOHA' is not supported"):
-        lora_config_of(tmp_path)
-
-
-def test_half_precision_adapter_is_read_as_fp32(tmp_path):
-    theirs = peft.get_peft_model(
-        tiny_model("projected_opt"), peft.LoraConfig(r=3, target_modules=["q_proj"])
-    ).half()
-    theirs.save_pretrained(tmp_path)
-    assert {t.dtype for t in read_adapter(tmp_path).tensors.values()} == {torch.float32}
-    model = tiny_model("projected_opt")
-    apply_lora(model, lora_config_of(tmp_path), seed=0)
-    load_adapter(model, tmp_path)
-    assert all(layer.lora_A.dtype == torch.float32 for layer in lora_layers(model).values())
 
 
 @pytest.mark.parametrize("kind", ["projected_opt", "llama"])

@@ -58,128 +58,107 @@ def read(base, directory):
     return model
 
 
-@pytest.fixture(scope="module", params=FEW + MORE * ALL)
-def written(request, tmp_path_factory):
-    base = make_base(request.param)
-    directory = tmp_path_factory.mktemp("adapter") / request.param
-    return base, write(base, directory), directory
+def in_peft(base, directory):
+    return PeftModel.from_pretrained(copy.deepcopy(base), directory)
 
 
-def test_stock_peft_has_our_logits(written):
-    base, ours, directory = written
-    theirs = PeftModel.from_pretrained(copy.deepcopy(base), directory)
-    expected = ours(IDS).logits
-    assert (expected - base(IDS).logits).abs().max() > 0.03
-    torch.testing.assert_close(theirs(IDS).logits, expected, rtol=0, atol=5e-6)
+def made_by_peft(base, directory, **options):
+    """PEFT's model with an adapter of random factors, which it saves to the directory."""
+    options = {"r": 4, "lora_alpha": 8, "init_lora_weights": False} | options
+    theirs = get_peft_model(copy.deepcopy(base), PeftConfig(**options))
+    theirs.save_pretrained(directory)
+    return theirs
 
 
-def test_stock_peft_merges_as_we_do(written):
-    base, ours, directory = written
-    theirs = PeftModel.from_pretrained(copy.deepcopy(base), directory).merge_and_unload()
+def assert_same_logits(model, other):
+    torch.testing.assert_close(model(IDS).logits, other(IDS).logits, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", FEW + MORE * ALL)
+def test_stock_peft_reads_merges_and_saves_our_adapter(kind, tmp_path):
+    base, directory = make_base(kind), tmp_path / "ours"
+    ours = write(base, directory, lora_dropout=0.1)  # which PEFT does not have of parameters
+    assert (ours(IDS).logits - base(IDS).logits).abs().max() > 0.03
+    theirs = in_peft(base, directory)
+    assert_same_logits(theirs, ours)
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert torch.equal(read(base, tmp_path / "theirs")(IDS).logits, ours(IDS).logits)
     merged = merged_state_dict(ours)
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in theirs.merge_and_unload().state_dict().items():
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=2e-6, msg=name)
-
-
-def test_what_is_written_is_read_again(written):
-    base, ours, directory = written
     back = adapter_parameters(read(base, directory))
     for name, parameter in adapter_parameters(ours).items():
         assert torch.equal(back[name], parameter), name
+    # PEFT's names, and one pattern for all experts.
+    fields = json.loads((directory / "adapter_config.json").read_text())
+    assert {"down_proj", "gate_up_proj"} <= set(fields["target_parameters"])
+    assert fields["rank_pattern"] == {"down_proj": 2, "gate_up_proj": 2}
+    assert fields["fan_in_fan_out"] is False
+    tensors = load_file(directory / "adapter_model.safetensors")
+    inner = next(name for name in tensors if name.endswith(".experts.base_layer.lora_B.weight"))
+    assert tensors[inner].shape[1] == 2 * 4
+    assert tensors[inner.replace("base_layer.lora_B", "lora_A")].shape[0] == 4 * 2
 
 
-def test_what_stock_peft_saves_anew_is_the_same_adapter(written, tmp_path):
-    base, ours, directory = written
-    PeftModel.from_pretrained(copy.deepcopy(base), directory).save_pretrained(tmp_path)
-    assert torch.equal(read(base, tmp_path)(IDS).logits, ours(IDS).logits)
-
-
-def test_layers_beside_experts_that_stay_frozen_are_the_same_in_peft(tmp_path):
-    """PEFT would take the dense layers of this type for its experts too."""
-    base = make_base("longcat_flash")
-    ours = write(base, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        # Its dense layers PEFT would take for experts too.
+        ("longcat_flash", {}),
+        # Whose router is a linear layer, and whose experts are none.
+        ("jetmoe", {"target_modules": ("router.layer", "kv_proj")}),
+    ],
+)
+def test_layers_beside_experts_are_the_same_in_peft(kind, options, tmp_path):
+    base = make_base(kind)
+    ours = write(base, tmp_path, **options)
     names = {name.rpartition(".")[2] for name in lora_layers(ours)}
-    assert {"gate_proj", "up_proj", "down_proj"} <= names
-    theirs = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
-    torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, rtol=0, atol=5e-6)
+    assert names >= ({"gate_proj", "up_proj", "down_proj"} if not options else {"layer"})
+    assert lora_config_of(tmp_path).expert_lora_dim is None
+    assert_same_logits(in_peft(base, tmp_path), ours)
     assert torch.equal(read(base, tmp_path)(IDS).logits, ours(IDS).logits)
 
 
 def test_an_adapter_that_peft_makes_of_all_linear_layers_is_read(tmp_path):
     """PEFT adapts the router then too, which trains in full here or not at all."""
     base = make_base("qwen3_moe")
-    options = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
     names = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-    theirs = get_peft_model(copy.deepcopy(base), PeftConfig(target_modules=names, **options))
-    theirs.save_pretrained(tmp_path / "few")
-    torch.testing.assert_close(
-        read(base, tmp_path / "few")(IDS).logits, theirs(IDS).logits, rtol=0, atol=5e-6
-    )
-    theirs = get_peft_model(copy.deepcopy(base), PeftConfig(target_modules="all-linear", **options))
-    theirs.save_pretrained(tmp_path / "all")
+    theirs = made_by_peft(base, tmp_path / "few", target_modules=names)
+    assert_same_logits(read(base, tmp_path / "few"), theirs)
+    made_by_peft(base, tmp_path / "all", target_modules="all-linear")
     with pytest.raises(ValueError, match="mlp.gate"):
         read(base, tmp_path / "all")
-
-
-def test_an_adapter_of_routers_that_peft_makes_is_read(tmp_path):
-    """Those of this type lie within a module called experts, none of which is adapted."""
+    # But those of a type whose routers lie within a module called experts, none of them adapted.
     base = make_base("jetmoe")
-    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
-    theirs = get_peft_model(copy.deepcopy(base), PeftConfig(**options))
-    theirs.save_pretrained(tmp_path)
-    ours = read(base, tmp_path)
+    theirs = made_by_peft(base, tmp_path / "routers", target_modules="all-linear")
+    ours = read(base, tmp_path / "routers")
     assert any(name.endswith("router.layer") for name in lora_layers(ours))
-    torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=0, atol=5e-6)
+    assert_same_logits(ours, theirs)
 
 
-def test_the_files_hold_pefts_names_and_one_pattern_for_all_experts(written):
-    _, _, directory = written
-    fields = json.loads((directory / "adapter_config.json").read_text())
-    assert {"down_proj", "gate_up_proj"} <= set(fields["target_parameters"])
-    assert fields["rank_pattern"] == {"down_proj": 2, "gate_up_proj": 2}
-    tensors = load_file(directory / "adapter_model.safetensors")
-    inner = next(name for name in tensors if name.endswith(".experts.base_layer.lora_B.weight"))
-    assert tensors[inner].shape[1] == 2 * 4
-    assert tensors[inner.replace("base_layer.lora_B", "lora_A")].shape[0] == 4 * 2
-    assert fields["fan_in_fan_out"] is False
-
-
-def test_dropout_is_written_as_none_since_peft_has_none_for_parameters(tmp_path):
-    base = make_base("qwen3_moe")
-    write(base, tmp_path, lora_dropout=0.1)
-    PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["wrong rank", "of another number of experts"])
-def test_factors_that_do_not_fit_are_refused(kind, tmp_path):
+def test_factors_that_do_not_fit_are_refused(tmp_path):
     base = make_base("qwen3_moe")
     write(base, tmp_path, expert_lora_dim=4)
-    if kind == "wrong rank":
-        path = tmp_path / "adapter_config.json"
-        path.write_text(path.read_text().replace('"r": 4', '"r": 3'))
-        (tmp_path / "manifest.json").unlink()
-        with pytest.raises(ValueError, match="rank 3|manifest"):
-            read(base, tmp_path)
-    else:
-        config = tiny("qwen3_moe")
-        config.num_experts = 8
-        other = AutoModelForCausalLM.from_config(config)
-        with pytest.raises(ValueError, match=r"\(4, 4, 64\), the model has \(8, 4, 64\)"):
-            read(other, tmp_path)
+    config = tiny("qwen3_moe")
+    config.num_experts = 8
+    other = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"\(4, 4, 64\), the model has \(8, 4, 64\)"):
+        read(other, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(path.read_text().replace('"r": 4', '"r": 3'))
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="rank 3|manifest"):
+        read(base, tmp_path)
 
 
 def test_numbers_of_one_layer_of_experts_stay_its_own(tmp_path):
-    base = make_base("qwen3_moe")
-    own = {"layers.1.mlp.experts.down_proj": 3}, {"layers.1.mlp.experts.down_proj": 40}
-    options = {"rank_pattern": own[0], "alpha_pattern": own[1], "init_lora_weights": False}
-    names = ["gate_up_proj", "down_proj"]
-    options |= {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": names}
-    theirs = get_peft_model(copy.deepcopy(base), PeftConfig(**options))
-    theirs.save_pretrained(tmp_path / "theirs")
+    base, names = make_base("qwen3_moe"), ["gate_up_proj", "down_proj"]
+    own = "layers.1.mlp.experts.down_proj"
+    options = {"rank_pattern": {own: 3}, "alpha_pattern": {own: 40}, "target_modules": []}
+    theirs = made_by_peft(base, tmp_path / "theirs", target_parameters=names, **options)
     ours, config = read(base, tmp_path / "theirs"), lora_config_of(tmp_path / "theirs")
     write_trained(tmp_path / "ours", ours, config)
-    back = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours")
-    torch.testing.assert_close(back(IDS).logits, theirs(IDS).logits, rtol=0, atol=5e-6)
+    assert_same_logits(in_peft(base, tmp_path / "ours"), theirs)
 
 
 def test_buffers_of_a_router_that_trains_are_stored_beside_it(tmp_path):
@@ -188,15 +167,8 @@ def test_buffers_of_a_router_that_trains_are_stored_beside_it(tmp_path):
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(0, 0.1, len(buffer)))
     ours = write(base, tmp_path / "ours", modules_to_save=("mlp.gate",))
-    theirs = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "ours")
-    torch.testing.assert_close(theirs(IDS).logits, ours(IDS).logits, rtol=0, atol=5e-6)
+    theirs = in_peft(base, tmp_path / "ours")
+    assert_same_logits(theirs, ours)
     theirs.save_pretrained(tmp_path / "theirs")
     back = read(make_base("glm4_moe"), tmp_path / "theirs")
     assert torch.equal(back(IDS).logits, ours(IDS).logits)
-
-
-def test_an_adapter_of_layers_that_only_stand_beside_experts_is_read(tmp_path):
-    base = make_base("jetmoe")  # whose router is a linear layer, and whose experts are none
-    ours = write(base, tmp_path, target_modules=("router.layer", "kv_proj"))
-    assert lora_config_of(tmp_path).expert_lora_dim is None
-    assert torch.equal(read(base, tmp_path)(IDS).logits, ours(IDS).logits)

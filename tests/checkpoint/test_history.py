@@ -77,64 +77,50 @@ def test_checkpoints_are_listed_newest_first_and_nothing_else_is(tmp_path):
 # ---------------------------------------------------------------------------- choice
 
 
-def test_newest_valid_checkpoint_is_chosen(tmp_path):
+def test_newest_valid_checkpoint_is_chosen_and_damaged_ones_are_reported(tmp_path):
     assert newest_valid(tmp_path) == Choice(None, {})
     add(tmp_path, 10, 20, 30)
     assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 30), {})
-
-
-def test_damaged_checkpoints_are_passed_over_and_reported(tmp_path):
-    add(tmp_path, 10, 20, 30)
     damage(tmp_path, 30)
     (step_directory(tmp_path, 20) / "manifest.json").unlink()
+    add(tmp_path, 40, kind="adapter")
     choice = newest_valid(tmp_path)
     assert choice.path == step_directory(tmp_path, 10)
-    assert [*map(step_of, choice.rejected)] == [30, 20]
-    first, second = choice.rejected.values()
+    assert [*map(step_of, choice.rejected)] == [40, 30, 20]
+    _, first, second = choice.rejected.values()
     assert "step-00000030/state.json has 7 bytes, its manifest says 2" in first
     assert second.endswith("step-00000020/manifest.json is missing")
     damage(tmp_path, 10)
     assert newest_valid(tmp_path).path is None
-    assert len(newest_valid(tmp_path).rejected) == 3
-
-
-def test_adapter_under_the_name_of_a_checkpoint_is_none(tmp_path):
-    add(tmp_path, 10)
-    add(tmp_path, 20, kind="adapter")
-    assert newest_valid(tmp_path).path == step_directory(tmp_path, 10)
+    assert len(newest_valid(tmp_path).rejected) == 4
 
 
 # ---------------------------------------------------------------------------- rotation
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"),
-    [(0, [40, 30, 20, 10]), (1, [40]), (2, [40, 30]), (4, [40, 30, 20, 10]), (9, [40, 30, 20, 10])],
+    ("keep", "newest", "best", "left"),
+    [
+        *((keep, 40, None, [40, 30, 20, 10][: keep or 4]) for keep in (0, 1, 2, 4, 9)),
+        *((keep, 20, None, [40, 30, *[20, 10][:keep]]) for keep in (1, 2, 3)),  # not later ones
+        *((1, 40, 20, [40, 20]), (2, 40, 20, [40, 20]), (3, 40, 20, [40, 30, 20])),
+        *((2, 40, 40, [40, 30]), (0, 40, 10, [40, 30, 20, 10])),
+    ],
 )
-def test_rotation_keeps_so_many_and_the_newest(keep, left, tmp_path):
-    add(tmp_path, 10, 20, 30, 40)
-    rotate(tmp_path, keep=keep, newest=40)
+@pytest.mark.parametrize("of_trainer", [False, True])
+def test_rotation_keeps_so_many_the_newest_and_the_best(
+    of_trainer, keep, newest, best, left, tmp_path
+):
+    if of_trainer:
+        for step in (10, 20, 30, 40):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+    else:
+        add(tmp_path, 10, 20, 30, 40)
+    rotate(tmp_path, keep=keep, newest=newest, best=best)
     assert steps_of(tmp_path) == left
-    assert names(tmp_path) == sorted(f"step-{step:08d}" for step in left)
-
-
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_rotation_never_deletes_the_newest_nor_later_ones(keep, tmp_path):
-    add(tmp_path, 10, 20, 30, 40, 50)
-    rotate(tmp_path, keep=keep, newest=30)
-    assert steps_of(tmp_path) == [50, 40, *[30, 20, 10][:keep]]
-
-
-@pytest.mark.parametrize(
-    ("keep", "best", "left"),
-    [(1, 20, [20, 40]), (2, 20, [20, 40]), (3, 20, [20, 30, 40]), (2, 40, [30, 40]), (0, 10, None)],
-)
-def test_rotation_keeps_the_best_of_the_trainers_checkpoints(keep, best, left, tmp_path):
-    for step in (10, 20, 30, 40):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    rotate(tmp_path, keep=keep, newest=40, best=best)
-    kept = [step_of(path) for path in reversed(checkpoints_of(tmp_path))]
-    assert kept == (left or [10, 20, 30, 40])
+    names = [f"checkpoint-{n}" if of_trainer else f"checkpoints/step-{n:08d}" for n in left]
+    kept = tmp_path.glob("*") if of_trainer else tmp_path.glob("checkpoints/*")
+    assert sorted(str(path.relative_to(tmp_path)) for path in kept) == sorted(names)
 
 
 def test_rotation_leaves_links_and_other_names_alone(tmp_path):
@@ -176,42 +162,28 @@ def test_killed_rotation_leaves_no_part_of_a_checkpoint_under_its_name(tmp_path,
 
 def test_later_checkpoints_are_abandoned_and_damaged_ones_rejected(tmp_path):
     add(tmp_path, 10, 20, 30, 40)
-    damage(tmp_path, 40)
-    damage(tmp_path, 10)
+    assert quarantine_checkpoints(tmp_path, after=40) == []
     rejected = [step_directory(tmp_path, 40), step_directory(tmp_path, 10)]
     moved = quarantine_checkpoints(tmp_path, after=20, rejected=rejected)
     expected = ["step-00000040.rejected", "step-00000030.abandoned", "step-00000010.rejected"]
     assert [path.name for path in moved] == expected
-    assert all(path.is_dir() for path in moved)
     assert steps_of(tmp_path) == [20]
     assert (moved[1] / "state.json").read_text() == "30"
 
 
-def test_earlier_and_chosen_checkpoints_stay(tmp_path):
-    add(tmp_path, 10, 20)
-    assert quarantine_checkpoints(tmp_path, after=20) == []
-    assert steps_of(tmp_path) == [20, 10]
-
-
 def test_checkpoints_set_aside_before_are_kept(tmp_path):
-    for _ in range(3):
+    for _ in range(2):
         add(tmp_path, 30)
         quarantine_checkpoints(tmp_path, after=20)
+    # A broken link is a taken name too.
+    (tmp_path / "checkpoints" / "step-00000030.abandoned.3").symlink_to("nowhere")
+    add(tmp_path, 30)
+    quarantine_checkpoints(tmp_path, after=20)
     add(tmp_path, 30)
     quarantine_checkpoints(tmp_path, after=20, rejected=[step_directory(tmp_path, 30)])
-    assert names(tmp_path) == [
-        "step-00000030.abandoned",
-        "step-00000030.abandoned.2",
-        "step-00000030.abandoned.3",
-        "step-00000030.rejected",
-    ]
+    endings = ("abandoned", "abandoned.2", "abandoned.3", "abandoned.4", "rejected")
+    assert names(tmp_path) == [f"step-00000030.{each}" for each in endings]
     assert newest_valid(tmp_path).path is None
-
-
-def test_broken_link_counts_as_a_taken_name(tmp_path):
-    add(tmp_path, 30)
-    (tmp_path / "checkpoints" / "step-00000030.abandoned").symlink_to("nowhere")
-    assert quarantine_checkpoints(tmp_path, after=0)[0].name == "step-00000030.abandoned.2"
 
 
 # ---------------------------------------------------------------------------- clearing
@@ -223,60 +195,40 @@ def fill(path, text="x"):
     return path
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+@pytest.mark.parametrize("between", [False, True])
+def test_what_a_killed_process_left_is_removed_or_takes_its_name_back(between, tmp_path):
+    """The latter where the process was ``between`` the two renames of a replacement."""
     add(tmp_path, 10, 20)
-    for name in (".step-00000030.tmp", ".step-00000010.deleted", ".step-00000020.old"):
+    if between:
+        step_directory(tmp_path, 20).rename(tmp_path / "checkpoints" / ".step-00000020.old")
+    else:
+        fill(tmp_path / "checkpoints" / ".step-00000020.old")
+    for name in (".step-00000030.tmp", ".step-00000010.deleted", ".step-00000020.tmp"):
         fill(tmp_path / "checkpoints" / name)
-    for name in ("adapter", "model", ".adapter.tmp", ".model.tmp", ".adapter.old", ".model.old"):
+    ours = [*([] if between else ["adapter", "model"]), ".adapter.old", ".model.old"]
+    for name in (*ours, ".adapter.tmp", ".model.tmp"):
         fill(tmp_path / name, name)
     clear_unfinished(tmp_path)
     assert names(tmp_path) == ["step-00000010", "step-00000020"]
     assert sorted(os.listdir(tmp_path)) == ["adapter", "checkpoints", "model"]
-    assert (tmp_path / "adapter" / "file").read_text() == "adapter"
+    for kept, name in zip(("adapter", "model"), ours, strict=False):
+        assert (tmp_path / kept / "file").read_text() == name
     assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 20), {})
 
 
-def test_directory_caught_between_two_renames_takes_its_name_back(tmp_path):
-    add(tmp_path, 10, 20)
-    step_directory(tmp_path, 20).rename(tmp_path / "checkpoints" / ".step-00000020.old")
-    fill(tmp_path / "checkpoints" / ".step-00000020.tmp")
-    for name in ("adapter", "model"):
-        fill(tmp_path / f".{name}.old", name)
-        fill(tmp_path / f".{name}.tmp")
-    clear_unfinished(tmp_path)
-    assert newest_valid(tmp_path) == Choice(step_directory(tmp_path, 20), {})
-    assert sorted(os.listdir(tmp_path)) == ["adapter", "checkpoints", "model"]
-    assert (tmp_path / "adapter" / "file").read_text() == "adapter"
-    assert (tmp_path / "model" / "file").read_text() == "model"
-
-
-def test_clearing_touches_nothing_else(tmp_path):
+def test_clearing_touches_nothing_else_and_finishes_after_a_failure(tmp_path, monkeypatch):
     clear_unfinished(tmp_path)
     assert os.listdir(tmp_path) == []
     add(tmp_path, 10)
-    others = ["step-00000020.abandoned", ".step-x.tmp", ".step-00000030.tmp.bak", "mine.tmp"]
-    for name in others:
+    kept = ["step-00000020.abandoned", ".step-x.tmp", ".step-00000030.tmp.bak", "mine.tmp"]
+    for name in (*kept, ".step-00000010.deleted"):
         fill(tmp_path / "checkpoints" / name)
-    fill(tmp_path / ".other.tmp")
-    clear_unfinished(tmp_path)
-    assert names(tmp_path) == sorted([*others, "step-00000010"])
-    assert (tmp_path / ".other.tmp").is_dir()
-
-
-def test_clearing_removes_a_link_and_not_what_it_points_to(tmp_path):
-    target = fill(tmp_path / "target")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / ".step-00000010.tmp").symlink_to(target, target_is_directory=True)
-    (tmp_path / ".adapter.tmp").symlink_to(target, target_is_directory=True)
+    for name in (".other.tmp", "target"):
+        fill(tmp_path / name)
+    # Of a link what it points to stays.
+    for name in ("checkpoints/.step-00000040.tmp", ".adapter.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "target", target_is_directory=True)
     (tmp_path / ".model.tmp").write_text("a file")
-    clear_unfinished(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "target"]
-    assert names(tmp_path) == []
-    assert (target / "file").read_text() == "x"
-
-
-def test_clearing_again_after_a_failure_finishes(tmp_path, monkeypatch):
-    fill(tmp_path / "checkpoints" / ".step-00000010.deleted")
 
     def fail(path):
         raise OSError("busy")
@@ -286,4 +238,6 @@ def test_clearing_again_after_a_failure_finishes(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="busy"):
             clear_unfinished(tmp_path)
     clear_unfinished(tmp_path)
-    assert names(tmp_path) == []
+    assert names(tmp_path) == sorted([*kept, "step-00000010"])
+    assert sorted(os.listdir(tmp_path)) == [".other.tmp", "checkpoints", "target"]
+    assert (tmp_path / "target" / "file").read_text() == "x"

@@ -56,8 +56,19 @@ def test_licence_is_that_of_the_bases_card_or_configuration(tmp_path, card, conf
 
 
 def test_card_states_how_the_run_trained_and_how_to_chat():
-    text = model_card(CONFIG, **EMPTY, training={"lora learning rate": 5e-4, "num train epochs": 2})
+    text = model_card(
+        CONFIG,
+        data={"source": "pairs.jsonl", "samples": 300},
+        metrics={"perplexity": 3.14159265},
+        versions={"torch": "2.13.0"},
+        training={"lora learning rate": 5e-4, "num train epochs": 2},
+    )
+    assert text.startswith('---\nbase_model: "some/base"\n')
     assert "## Training\n\n| | |\n|---|---|\n| lora learning rate | 0.0005 |\n" in text
+    rows = ("rank | 8", "target modules | q_proj", "source | pairs.jsonl", "torch | 2.13.0")
+    for row in (*rows, "perplexity | 3.14159"):
+        assert f"| {row} |" in text.splitlines()
+    assert model_card(CONFIG, **EMPTY).count("Not recorded.") == 3
     assert "pipeline_tag: text-generation" in text
     code = text.split("```python\n")[2].split("```")[0]
     compile(code, "card", "exec")

@@ -211,12 +211,12 @@ def logits_of(model, seed=9):
 
 def sft(family):
     """Three steps equal stock PEFT's, in loss and in every factor."""
-    found = family.trained
-    pairs = zip(found.losses, found.wanted, strict=True)
+    trained = family.trained
+    pairs = zip(trained.losses, trained.wanted, strict=True)
     losses = max(abs(ours - theirs) for ours, theirs in pairs)
     words = _require(losses, EXACT, "losses")
     theirs = read_adapter(family.directory / "theirs").tensors
-    ours = adapter_parameters(found.model)
+    ours = adapter_parameters(trained.model)
     assert theirs.keys() == ours.keys(), sorted(theirs.keys() ^ ours.keys())[:4]
     factors = max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
     return f"loss {words}, factors {_require(factors, EXACT, 'factors')}"
@@ -224,17 +224,17 @@ def sft(family):
 
 def packed(family):
     """Packed rows have the loss of the samples alone, or the run says that it does not pack."""
-    found = family.trained
+    trained = family.trained
     samples = ragged_samples(6, seed=7)
-    if not found.packs:
+    if not trained.packs:
         assert any("packing is off" in line for line in family.said)
         rows = [[sample] for sample in samples]
     else:
         rows = [samples[:3], samples[3:]]
     with torch.no_grad():
-        loss = float(loss_of(found.network, rows))
-    error = abs(loss - plain.mean_loss(found.theirs, samples))
-    return ("" if found.packs else "unpacked, ") + _require(error, EXACT, "losses")
+        loss = float(loss_of(trained.network, rows))
+    error = abs(loss - plain.mean_loss(trained.theirs, samples))
+    return ("" if trained.packs else "unpacked, ") + _require(error, EXACT, "losses")
 
 
 PROMPTS = [list(range(3, 3 + size)) for size in (13, 4, 9)]
@@ -244,8 +244,8 @@ def greedy(family):
     """Answers of our decoder are those of ``generate``."""
     model, theirs = family.trained.model, family.trained.theirs
     decoder = Decoder(model, eos_ids=[END], pad_id=PAD, device=CPU)
-    found = decoder(PROMPTS, Sampling(9, do_sample=False), seeds=[[0]] * 3).tokens()
-    for prompt, answer in zip(PROMPTS, found, strict=True):
+    answers = decoder(PROMPTS, Sampling(9, do_sample=False), seeds=[[0]] * 3).tokens()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         wanted = theirs.generate(
             input_ids=torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

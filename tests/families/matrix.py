@@ -27,13 +27,13 @@ def cells(kind, directory, checks, launcher):
         family = Family(kind, directory, launcher=launcher)
     except Exception as error:  # noqa: BLE001 - a cell says what failed
         return [_cell(kind, name, False, _words(error)) for name in names]
-    found = []
+    made = []
     for check in checks:
         try:
-            found.append(_cell(kind, check.__name__, True, check(family)))
+            made.append(_cell(kind, check.__name__, True, check(family)))
         except Exception as error:  # noqa: BLE001
-            found.append(_cell(kind, check.__name__, False, _words(error)))
-    return found
+            made.append(_cell(kind, check.__name__, False, _words(error)))
+    return made
 
 
 def _cell(kind, check, ok, found):

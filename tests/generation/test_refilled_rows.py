@@ -192,16 +192,3 @@ def test_a_sequence_that_can_draw_nothing_takes_none_of_its_prompt_along():
     assert responses.undrawn() == plain.undrawn()
     assert responses.tokens() == plain.tokens()
     assert 0 < sum(plain.undrawn()) < 12
-
-
-@pytest.mark.parametrize("needed", [1, 3, 5])
-def test_rows_are_given_up_once_the_needed_prompts_have_their_responses(needed):
-    model = adapted(tiny_model("llama"), seed=1)
-    _, whole = drawn(model)
-    decoder = decoder_of(model, [2], largest=(3, 0))
-    expected = [list(own) for own in whole.tokens()]
-    responses = decoder(PROMPTS, Sampling(30, **GREEDY), seeds=SEEDS, limits=LIMITS, needed=needed)
-    groups = [responses.cut[2 * n : 2 * n + 2] for n in range(len(PROMPTS))]
-    assert groups.count([False, False]) == needed
-    for own, other, cut in zip(responses.tokens(), expected, responses.cut, strict=True):
-        assert cut or own == other

@@ -32,11 +32,11 @@ def test_kernels_have_no_annotations_but_triton_s_own():
 def test_every_kernel_compiles_for_gpus(capability):
     command = [sys.executable, str(Path(__file__).with_name("compiling.py")), capability]
     path = os.pathsep.join(filter(None, sys.path))
-    found = subprocess.run(
+    run = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
-    assert found.returncode == 0, found.stderr[-2000:]
-    compiled = {line.split()[0] for line in found.stdout.splitlines()}
+    assert run.returncode == 0, run.stderr[-2000:]
+    compiled = {line.split()[0] for line in run.stdout.splitlines()}
     trees = [ast.parse(path.read_text()) for path in KERNELS]
     functions = {each.name for tree in trees for each in tree.body if hasattr(each, "name")}
     calls = [each for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Call)]

@@ -97,19 +97,17 @@ def test_output_and_gradients_are_those_of_a_loop_over_experts(kernel, transpose
     weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
     ours = torch.autograd.grad(output, values, weights)
     theirs = torch.autograd.grad(expected, values, weights)
-    for own, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
-
-
-def test_gradients_are_those_of_finite_differences():
-    values, ends = operands(torch.float64)
-    assert torch.autograd.gradcheck(lambda *given: run(given, ends, False), values)
-
-
-def test_a_rank_below_a_kernels_alignment_computes_in_16_bits():
-    values, ends = operands(torch.bfloat16)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert [bool(each.any()) for each in ours[2]] == [True, False, True, True]
+    x, weight, lora_a, lora_b = values
+    stored = weight.transpose(1, 2) if transposed else weight
+    frozen = by_loop(x, weight, lora_a, lora_b, ends, 0.0)
+    product = expert_linear(x, stored, ends, transposed=transposed)
+    torch.testing.assert_close(product, frozen, rtol=1e-5, atol=1e-5)
+    # A rank below a kernel's alignment computes in 16 bits.
+    values, _ = operands(torch.bfloat16)
     exact = by_loop(*(value.float() for value in values), ends, 0.7)
-    output = run(values, ends, False)
+    output = run(values, ends, transposed)
     assert output.dtype == torch.bfloat16
     assert (output.float() - exact).norm() < 0.01 * exact.norm()
 
@@ -124,29 +122,13 @@ def test_rows_times_a_gate_are_multiplied_as_their_product(dtype, flows):
     layer.lora_A, layer.lora_B = nn.Parameter(lora_a.detach()), nn.Parameter(lora_b.detach())
     routing = Routing(None, ends, None, 9)
     leaves = [*([x, gate] if flows else []), layer.lora_A, layer.lora_B]
-    found = []
-    for enabled in (True, False) if flows else (True,):
-        layer.enabled = enabled
+    for layer.enabled in (True, False) if flows else (True,):
         pair = []
         for given in ((x, routing, gate), (nn.functional.silu(gate) * x, routing)):
             output = layer(*given)
             grads = torch.autograd.grad(output.square().sum(), leaves, materialize_grads=True)
             pair.append([output, *grads])
-        found += [pair]
-    for ours, expected in found:
-        torch.testing.assert_close(ours, expected)
-
-
-def test_copies_of_factors_have_a_rank_that_a_grouped_product_takes_as_it_is():
-    layer = LoraExperts(nn.Parameter(torch.zeros(4, 16, 8, dtype=torch.bfloat16)), r=3, scaling=1)
-    with FactorCasts(nn.ModuleList([layer])).in_use():
-        down, up = layer.casts
-        kernel = experts._has_kernel(down)
-        rank = 8 if kernel else 3  # 16 bytes
-        assert (down.shape, up.shape) == ((4, rank, 8), (4, 16, rank))
-        assert not down[:, 3:].any()
-        assert not up[..., 3:].any()
-    assert layer.casts is None
+        torch.testing.assert_close(*pair)
 
 
 def test_decoding_casts_the_factors_of_experts_once(base):
@@ -155,6 +137,16 @@ def test_decoding_casts_the_factors_of_experts_once(base):
     for parameter in adapter_parameters(model).values():
         parameter.data = parameter.data.float()
     shapes = {p.shape for p in adapter_parameters(model).values() if p.dim() == 3}
+
+    # A rank of 2 is brought to what a grouped product takes as it is, of 16 bytes.
+    with FactorCasts(model).in_use():
+        for layer in filter(lambda each: each.casts, lora_layers(model).values()):
+            down, up = layer.casts
+            rank = 8 if experts._has_kernel(down) else 2
+            assert (down.shape[1], up.shape[2]) == (rank, rank)
+            assert not down[:, 2:].any()
+            assert not up[..., 2:].any()
+    assert all(layer.casts is None for layer in lora_layers(model).values())
 
     def logits():
         with torch.no_grad(), Casts(shapes) as seen:
@@ -168,28 +160,29 @@ def test_decoding_casts_the_factors_of_experts_once(base):
     assert all(layer.casts is None for layer in lora_layers(model).values())
 
 
-def test_an_expert_without_rows_gets_no_gradient():
-    values, ends = operands(torch.float32)
-    (gradient,) = torch.autograd.grad(run(values, ends, False).sum(), values[2])
-    assert not gradient[1].any()
-    assert all(gradient[expert].any() for expert in (0, 2, 3))
-
-
-def test_a_frozen_weight_multiplies_each_experts_rows():
-    (x, weight, _, _), ends = operands(torch.float32)
-    expected = by_loop(x, weight, torch.zeros(4, 1, 12), torch.zeros(4, 10, 1), ends, 0.0)
-    torch.testing.assert_close(expert_linear(x, weight, ends), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_all_linear_takes_experts_and_leaves_routers(base):
-    model = adapted(base)
-    fused = [name for name, m in lora_layers(model).items() if isinstance(m, LoraExperts)]
+    """Their rank is that of other layers over the experts of a token."""
+    model, config = copy.deepcopy(base), LoraConfig(lora_dim=9)
+    settings = with_expert_settings(base, config, apply_lora(model, config, seed=3))
+    layers = lora_layers(model)
+    fused = [name for name, m in layers.items() if isinstance(m, LoraExperts)]
     assert [name.rpartition(".")[2] for name in fused] == 2 * ["gate_up_proj", "down_proj"]
-    assert not lora_layers(model).keys() & {f"model.layers.{i}.mlp.gate.wg" for i in range(2)}
+    assert not layers.keys() & {f"model.layers.{i}.mlp.gate.wg" for i in range(2)}
     if base.config.model_type == "hunyuan_v1_moe":
         assert len(router_names(base)) == 2
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(adapter_parameters(model))
+    assert base.config.num_experts_per_tok == 2
+    for name, layer in layers.items():
+        assert settings.of_module(name).lora_dim == (4 if name in fused else 9)
+        assert not layer.lora_B.any()
+        assert 0.9 < layer.in_features**0.5 * layer.lora_A.abs().max() <= 1
+    assert "experts r 4" in settings.described()
+
+
+def empty(kind):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny(kind))
 
 
 @pytest.mark.parametrize(
@@ -201,23 +194,10 @@ def test_all_linear_takes_experts_and_leaves_routers(base):
     ],
 )
 def test_routers_stay_frozen_unless_they_are_named(kind, router):
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(tiny(kind))
-    name = f"model.layers.0.{router}"
+    base, name = empty(kind), f"model.layers.0.{router}"
     assert name in router_names(base)
     assert not set(choose_targets(base, LoraConfig(lora_dim=4))) & router_names(base)
     assert name in choose_targets(base, LoraConfig(lora_dim=4, target_modules=(router,)))
-
-
-def test_the_rank_of_experts_is_that_of_layers_over_the_experts_of_a_token(base):
-    config = LoraConfig(lora_dim=9)
-    targets = apply_lora(copy.deepcopy(base), config, seed=0)
-    settings = with_expert_settings(base, config, targets)
-    chosen = base.config.num_experts_per_tok
-    assert chosen == 2
-    assert settings.of_module("model.layers.0.mlp.experts.down_proj").lora_dim == 9 // chosen
-    assert settings.of_module("model.layers.0.self_attn.q_proj").lora_dim == 9
-    assert "experts r 4" in settings.described()
 
 
 def test_a_fresh_adapter_changes_nothing_and_a_disabled_one_is_the_base(base):
@@ -229,15 +209,6 @@ def test_a_fresh_adapter_changes_nothing_and_a_disabled_one_is_the_base(base):
     assert (model(IDS).logits - expected).abs().max() > 0.05
     with adapters_disabled(model):
         torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=2e-6)
-
-
-def test_initial_factors_are_drawn_as_pefts(base):
-    fresh = copy.deepcopy(base)
-    apply_lora(fresh, LoraConfig(lora_dim=4), seed=3)
-    for layer in lora_layers(fresh).values():
-        bound = layer.in_features**-0.5
-        assert not layer.lora_B.any()
-        assert bound * 0.9 < layer.lora_A.abs().max() <= bound
 
 
 def test_merged_weights_are_those_with_the_update_of_every_expert(base):
@@ -258,6 +229,14 @@ def test_merged_weights_are_those_with_the_update_of_every_expert(base):
     assert set(base_names(model)) == set(base.state_dict())
 
 
+def flat(name, parameter):
+    """A factor as PEFT has it."""
+    value = parameter.detach()
+    if parameter.ndim == 2:
+        return value
+    return value.flatten(0, 1) if name.endswith("A") else value.permute(1, 2, 0).flatten(1)
+
+
 def test_three_steps_are_pefts(base):
     """The same factors at the start, batches and AdamW: equal losses and factors after it."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -275,12 +254,8 @@ def test_three_steps_are_pefts(base):
         owner, _, weight = layer.rpartition(".")
         if parameter.ndim == 3:
             layer = f"{owner}.base_layer" if weight == "gate_up_proj" else owner
-        twin = theirs.get_parameter(f"base_model.model.{layer}.{factor}.default.weight")
-        flat = parameter.detach()
-        if parameter.ndim == 3:
-            flat = flat.flatten(0, 1) if factor == "lora_A" else flat.permute(1, 2, 0).flatten(1)
-        twin.data.copy_(flat)
-        twins[name] = twin
+        twins[name] = theirs.get_parameter(f"base_model.model.{layer}.{factor}.default.weight")
+        twins[name].data.copy_(flat(name, parameter))
     for model in (ours, theirs):
         model.train()
     parameters = adapter_parameters(ours)
@@ -298,48 +273,40 @@ def test_three_steps_are_pefts(base):
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], abs=2e-6)
     for name, parameter in parameters.items():
-        flat = parameter.detach()
-        if parameter.ndim == 3:
-            flat = flat.flatten(0, 1) if name.endswith("A") else flat.permute(1, 2, 0).flatten(1)
         # AdamW divides by gradients near zero.
-        assert (flat - twins[name]).norm() < 1e-4 * flat.norm(), name
+        assert (flat(name, parameter) - twins[name]).norm() < 1e-4 * parameter.norm(), name
 
 
-def test_options_choose_experts(base):
-    def names(**options):
-        model = copy.deepcopy(base)
-        targets = apply_lora(model, LoraConfig(lora_dim=4, **options), seed=0)
-        return sorted({name.rpartition(".")[2] for name in targets})
-
-    without = names(expert_lora_dim=0)
-    assert {"k_proj", "o_proj", "q_proj", "v_proj"} <= set(without)
-    assert "gate_up_proj" not in without
-    assert names(target_modules=("q_proj", "experts.down_proj")) == ["down_proj", "q_proj"]
-    # as the weights of one expert are called
-    assert names(target_modules=("experts.up_proj",)) == ["gate_up_proj"]
-    assert names(lora_module_name="experts") == ["down_proj", "gate_up_proj"]
+FROZEN = {"expert_lora_dim": 0}
 
 
 @pytest.mark.parametrize(
-    ("named", "options"),
+    ("options", "expected"),
     [
-        ("--target_modules 'experts.down_proj'", {"target_modules": ("experts.down_proj",)}),
-        ("--target_modules 'up_proj'", {"target_modules": ("q_proj", "up_proj")}),
-        ("--lora_module_name 'experts'", {"lora_module_name": "experts"}),
+        (FROZEN, ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        ({"target_modules": ("q_proj", "experts.down_proj")}, ["down_proj", "q_proj"]),
+        # as the weights of one expert are called
+        ({"target_modules": ("experts.up_proj",)}, ["gate_up_proj"]),
+        ({"lora_module_name": "experts"}, ["down_proj", "gate_up_proj"]),
+        (FROZEN | {"target_modules": ("experts.down_proj",)}, "--target_modules 'experts.down_"),
+        (FROZEN | {"target_modules": ("q_proj", "up_proj")}, "--target_modules 'up_proj'"),
+        (FROZEN | {"lora_module_name": "experts"}, "--lora_module_name 'experts'"),
     ],
+    ids=str,
 )
-def test_experts_that_stay_frozen_are_not_named(named, options):
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(tiny("qwen3_moe"))
-    with pytest.raises(ValueError, match=f"^{named} names experts, and --expert_lora_dim 0 leaves"):
-        choose_targets(base, LoraConfig(lora_dim=4, expert_lora_dim=0, **options))
+def test_options_choose_experts_and_do_not_name_those_that_stay_frozen(options, expected):
+    base, config = empty("qwen3_moe"), LoraConfig(lora_dim=4, **options)
+    if isinstance(expected, list):
+        targets = choose_targets(base, config)
+        assert sorted({name.rpartition(".")[2] for name in targets}) == expected
+        return
+    words = f"^{expected}.* names experts, and --expert_lora_dim 0 leaves"
+    with pytest.raises(ValueError, match=words):
+        choose_targets(base, config)
 
 
 def test_a_router_trains_in_full_where_it_is_asked_for():
-    base = make_base("qwen3_moe")
-    model = adapted(base, modules_to_save=("mlp.gate",))
-    trained = adapter_parameters(model)
-    assert "model.layers.0.mlp.gate.trained.weight" in trained
+    model = adapted(make_base("qwen3_moe"), modules_to_save=("mlp.gate",))
     assert model(IDS).logits.shape == (2, 8, 1024)
-    merged = merged_state_dict(model)["model.layers.0.mlp.gate.weight"]
-    assert torch.equal(merged, trained["model.layers.0.mlp.gate.trained.weight"])
+    router = adapter_parameters(model)["model.layers.0.mlp.gate.trained.weight"]
+    assert torch.equal(merged_state_dict(model)["model.layers.0.mlp.gate.weight"], router)

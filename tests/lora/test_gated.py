@@ -16,8 +16,18 @@ def drawn(base=None, **options):
     nn.init.normal_(layer.lora_A)
     nn.init.normal_(layer.lora_B)
     layer.weight.requires_grad_(False)
-    x, gate = torch.randn(2, 2, 3, 5, dtype=torch.float64).unbind()
+    x, gate = torch.randn(2, 2, 3, layer.in_features, dtype=torch.float64).unbind()
     return layer, x.requires_grad_(), gate.requires_grad_()
+
+
+def both(layer, x, gate, leaves):
+    """Output and gradients of the layer given the gate, and of the product written out."""
+    values = []
+    for read in (layer, lambda x, gate: layer(F.silu(gate) * x)):
+        torch.manual_seed(3)
+        output = read(x, gate)
+        values.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    return values
 
 
 def kept_numbers(function):
@@ -51,13 +61,7 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(kind):
 
 def test_with_dropout_gradients_are_those_of_the_product_written_out():
     layer, x, gate = drawn(dropout=0.5)
-    leaves = (x, gate, layer.lora_A, layer.lora_B)
-    results = []
-    for read in (layer, lambda x, gate: layer(F.silu(gate) * x)):
-        torch.manual_seed(3)
-        output = read(x, gate)
-        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*both(layer, x, gate, (x, gate, layer.lora_A, layer.lora_B)))
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["flowing", "frozen below"])
@@ -65,22 +69,16 @@ def test_of_the_mlp_its_two_inputs_are_kept(frozen):
     layer, x, gate = drawn()
     if frozen:
         x, gate = x.detach(), gate.detach()
-    kept, output = kept_numbers(lambda: layer(x, gate))
+    kept, _ = kept_numbers(lambda: layer(x, gate))
     assert kept == [2 * 3 * layer.r, x.numel(), gate.numel()]
-    expected = layer(F.silu(gate) * x)
-    leaves = (layer.lora_A, layer.lora_B)
-    found = [torch.autograd.grad(y.square().sum(), leaves) for y in (output, expected)]
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*both(layer, x, gate, (layer.lora_A, layer.lora_B)))
 
 
 def test_a_quantised_layer_forms_its_input_again_too():
-    layer, *_ = drawn(nn.Linear(64, 4, bias=False))
-    layer.weight = quantize(torch.randn(4, 64), dtype=torch.float32)
-    x, gate = torch.randn(2, 3, 64).unbind()
-    leaves = (x.requires_grad_(), gate.requires_grad_(), layer.lora_A)
-    outputs = layer(x, gate), layer(F.silu(gate) * x)
-    found = [[y, *torch.autograd.grad(y.square().sum(), leaves)] for y in outputs]
-    for value, expected in zip(*found, strict=True):
+    layer, x, gate = drawn(nn.Linear(64, 4, bias=False))
+    layer.float().weight = quantize(torch.randn(4, 64), dtype=torch.float32)
+    x, gate = (each.detach().float().requires_grad_() for each in (x, gate))
+    for value, expected in zip(*both(layer, x, gate, (x, gate, layer.lora_A)), strict=True):
         assert (value - expected).norm() <= 1e-6 * expected.norm()
 
 

@@ -31,20 +31,19 @@ def trained(config, dtype=torch.float32):
 
 def test_merged_weights_in_a_plain_model_give_the_same_logits():
     model, ids = trained(EVERYTHING), random_ids()
-    plain = toy_model()
+    plain, merged = toy_model(), merged_state_dict(model)
+    assert merged.keys() == plain.state_dict().keys()
     plain.head.weight = torch.nn.Parameter(plain.head.weight.clone())
-    plain.load_state_dict(merged_state_dict(model))
-    torch.testing.assert_close(plain(ids), model(ids), rtol=1e-5, atol=1e-5)
-    assert (plain(ids) - toy_model()(ids)).abs().max() > 0.1
-
-
-def test_call_merged_runs_the_merged_weights_in_place_of_the_adapter():
-    model, ids = trained(EVERYTHING), random_ids()
+    plain.load_state_dict(merged)
     expected = model(ids)
-    torch.testing.assert_close(call_merged(model, merged_state_dict(model), ids), expected)
-    wrong = {name: torch.zeros_like(t) for name, t in merged_state_dict(model).items()}
-    assert not call_merged(model, wrong, ids).any()
+    torch.testing.assert_close(plain(ids), expected, rtol=1e-5, atol=1e-5)
+    assert (plain(ids) - toy_model()(ids)).abs().max() > 0.1
+    torch.testing.assert_close(call_merged(model, merged, ids), expected)
     assert torch.equal(model(ids), expected)
+    # An adapted head that shares the embedding can be merged.
+    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embed, lambda: None
+    assert untied_by_merge(model)
+    check_mergeable(model)
 
 
 def test_merging_leaves_the_model_untouched_and_shares_no_adapted_memory():
@@ -58,27 +57,16 @@ def test_merging_leaves_the_model_untouched_and_shares_no_adapted_memory():
 
 
 def test_a_weight_that_blocks_share_is_refused_if_each_adapts_it():
-    def shared():
+    def shared(**options):
         model = toy_model()
         model.blocks[1].q_proj.weight = model.blocks[0].q_proj.weight
+        apply_lora(model, LoraConfig(lora_dim=2, **options), seed=0)
         return model
 
-    model = shared()
-    apply_lora(model, LoraConfig(lora_dim=2), seed=0)
-    with pytest.raises(
-        ValueError, match=r"blocks share blocks.0.q_proj.weight, with an adapter for"
-    ):
-        check_mergeable(model)
-    model = shared()
-    apply_lora(model, LoraConfig(lora_dim=2, target_modules=("c_proj",)), seed=0)
-    check_mergeable(model)
-
-
-def test_an_adapted_head_that_shares_the_embedding_can_be_merged():
-    model = trained(EVERYTHING)
-    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embed, lambda: None
-    assert untied_by_merge(model)
-    check_mergeable(model)
+    words = r"blocks share blocks.0.q_proj.weight, with an adapter for"
+    with pytest.raises(ValueError, match=words):
+        check_mergeable(shared())
+    check_mergeable(shared(target_modules=("c_proj",)))
 
 
 def test_merge_of_a_16_bit_base_rounds_once():
@@ -89,10 +77,6 @@ def test_merge_of_a_16_bit_base_rounds_once():
     assert merged.dtype == torch.bfloat16
     # One rounding of the exact sum, up to float32's own error at a tie.
     assert (merged == exact.bfloat16()).float().mean() > 0.98
-
-
-def test_merged_names_are_the_pretrained_ones():
-    assert merged_state_dict(trained(EVERYTHING)).keys() == toy_model().state_dict().keys()
 
 
 def test_whole_tensors_stand_in_for_shards_and_one_name_of_a_tied_weight_is_enough():
@@ -110,26 +94,22 @@ def test_whole_tensors_stand_in_for_shards_and_one_name_of_a_tied_weight_is_enou
         merged_state_dict(model, whole)
 
 
-def test_tied_weights_stay_one_tensor_when_neither_is_adapted():
-    model = trained(LoraConfig(lora_dim=2))
-    merged = merged_state_dict(model)
-    assert merged["head.weight"].data_ptr() == merged["embed.weight"].data_ptr()
-    assert untied_by_merge(model) == []
-
-
 @pytest.mark.parametrize(
-    "config",
+    ("options", "names"),
     [
-        LoraConfig(lora_dim=2, target_modules=("embed",)),
-        LoraConfig(lora_dim=2, modules_to_save=("head",)),
+        ({"target_modules": ("embed",)}, ["embed.weight", "head.weight"]),
+        ({"modules_to_save": ("head",)}, ["embed.weight", "head.weight"]),
+        ({}, []),
     ],
-    ids=["factors on the embedding", "head trained in full"],
+    ids=["factors on the embedding", "head trained in full", "neither"],
 )
-def test_tied_weights_that_merging_sets_apart_are_named(config):
-    model = trained(config)
+def test_tied_weights_that_merging_sets_apart_are_named(options, names):
+    model = trained(LoraConfig(lora_dim=2, **options))
     merged = merged_state_dict(model)
-    assert not torch.equal(merged["head.weight"], merged["embed.weight"])
-    assert untied_by_merge(model) == ["embed.weight", "head.weight"]
+    one = merged["head.weight"].data_ptr() == merged["embed.weight"].data_ptr()
+    assert one == (not names)
+    assert torch.equal(merged["head.weight"], merged["embed.weight"]) == one
+    assert untied_by_merge(model) == names
 
 
 def test_deviation_is_the_mean_divergence_over_the_masked_in_tokens():
@@ -144,26 +124,18 @@ def test_deviation_is_the_mean_divergence_over_the_masked_in_tokens():
     assert report.max_abs_logit == pytest.approx(0.693147, rel=1e-5)
 
 
-def test_deviation_of_equal_logits_is_zero():
-    logits = torch.randn(2, 3, 5)
-    report = merge_deviation(logits, logits, torch.ones(2, 3, dtype=torch.bool))
-    assert report == MergeReport(0.0, 0.0)
-
-
 def test_deviation_refuses_other_shapes_and_an_empty_probe():
-    logits = torch.zeros(1, 2, 3)
+    logits, mask = torch.zeros(1, 2, 3), torch.ones(1, 2, dtype=torch.bool)
+    assert merge_deviation(logits, logits, mask) == MergeReport(0.0, 0.0)
     with pytest.raises(ValueError, match=r"\(1, 2, 3\) and \(1, 2, 4\)"):
-        merge_deviation(logits, torch.zeros(1, 2, 4), torch.ones(1, 2, dtype=torch.bool))
+        merge_deviation(logits, torch.zeros(1, 2, 4), mask)
     with pytest.raises(ValueError, match="no token"):
-        merge_deviation(logits, logits, torch.zeros(1, 2, dtype=torch.bool))
+        merge_deviation(logits, logits, ~mask)
 
 
-def test_merge_above_the_threshold_is_refused():
+def test_merge_above_the_threshold_or_of_unknown_deviation_is_refused():
     check_merge(MergeReport(5.0, 0.01), max_kl=0.01)
     with pytest.raises(ValueError, match=r"0\.02 nats per token .* --merge_max_kl 0\.01"):
         check_merge(MergeReport(5.0, 0.02), max_kl=0.01)
-
-
-def test_merge_of_unknown_deviation_is_refused():
     with pytest.raises(ValueError, match="nan nats"):
         check_merge(MergeReport(float("nan"), float("nan")), max_kl=0.01)

@@ -15,7 +15,6 @@ from dschat_lora.lora.rates import (
     parameter_groups,
     rate_warning,
     ruled_rates,
-    suggested_lora_rate,
 )
 from helpers.tiny import tiny_model
 
@@ -49,99 +48,76 @@ def test_adapter_rate_is_given_or_a_multiple_or_the_default(options, expected):
     assert adapter_learning_rate(OptimConfig(**options)) == pytest.approx(expected)
 
 
-def test_a_rate_of_ten_times_the_full_one_is_suggested():
-    """As measured in "LoRA Without Regret" (Thinking Machines, 2025)."""
-    assert suggested_lora_rate(1e-5) == pytest.approx(1e-4)
-    assert suggested_lora_rate(1e-5, 3) == pytest.approx(3e-5)
+DPO_RATES = {"default_lora_learning_rate": 1e-5, "learning_rate": 5e-6, "lora_learning_rate": 5e-6}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "full"),
     [
-        {},
-        {"learning_rate": 9.65e-6},
-        {"learning_rate": 1e-3},
-        {"learning_rate": 9.65e-6, "lora_lr_multiplier": 2},
-        {"lora_lr_multiplier": 10},
-        {"lora_lr_multiplier": 15},
-        # DPO's, where --learning_rate is that of adapters
-        {"default_lora_learning_rate": 1e-5, "learning_rate": 5e-6, "lora_learning_rate": 5e-6},
+        *((each, None) for each in ({}, {"learning_rate": 9.65e-6}, {"learning_rate": 1e-3})),
+        ({"learning_rate": 9.65e-6, "lora_lr_multiplier": 2}, None),
+        *(({"lora_lr_multiplier": n}, None) for n in (10, 15)),
+        (DPO_RATES, None),  # where --learning_rate is that of adapters
+        *(({"lora_learning_rate": rate}, 5e-5) for rate in (5e-5, 1e-5)),
+        ({"lora_learning_rate": 9.65e-6, "learning_rate": 9.65e-6}, 9.65e-6),
+        ({"lora_learning_rate": 1e-5, "learning_rate": 1e-3}, 5e-5),
+        ({"lora_lr_multiplier": 1}, 5e-5),
     ],
 )
-def test_usual_adapter_rates_raise_no_warning(options):
-    assert rate_warning(OptimConfig(**options), LoraConfig(lora_dim=8)) is None
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lora_learning_rate": 5e-5},
-        {"lora_learning_rate": 1e-5},
-        {"lora_learning_rate": 9.65e-6, "learning_rate": 9.65e-6},
-        {"lora_learning_rate": 1e-5, "learning_rate": 1e-3},
-        {"lora_lr_multiplier": 1},
-    ],
-)
-def test_adapters_at_a_rate_of_full_fine_tuning_are_warned_about(options):
+def test_adapters_at_a_rate_of_full_fine_tuning_are_warned_about(options, full):
     warning = rate_warning(OptimConfig(**options), LoraConfig(lora_dim=8))
+    if full is None:
+        assert warning is None
+        return
     assert "a rate of full fine-tuning" in warning
+    # As measured in "LoRA Without Regret" (Thinking Machines, 2025).
     assert "about 10 times as much" in warning
-    full = min(options.get("learning_rate", 5e-5), 5e-5)
     assert warning.endswith(f"try --lora_learning_rate {10 * full:g}")
     assert rate_warning(OptimConfig(**options), LoraConfig(lora_dim=0)) is None
+    above = rate_warning(OptimConfig(lora_lr_multiplier=20), LoraConfig(lora_dim=8))
+    assert "--lora_lr_multiplier 20 is above 15" in above
 
 
-def test_a_multiplier_beyond_what_helps_in_short_runs_is_warned_about():
-    warning = rate_warning(OptimConfig(lora_lr_multiplier=20), LoraConfig(lora_dim=8))
-    assert "--lora_lr_multiplier 20 is above 15" in warning
-
-
-def test_frozen_base_is_in_no_group():
-    _, groups, listed = groups_of(EVERYTHING, weight_decay=0.1)
-    assert listed == {
+@pytest.mark.parametrize("ratio", [1, 16])
+def test_frozen_base_is_in_no_group_and_loraplus_gives_b_its_own_rate(ratio):
+    _, groups, listed = groups_of(EVERYTHING, loraplus_lr_ratio=ratio, weight_decay=0.1)
+    blocks = ("blocks.0.q_proj", "blocks.1.q_proj")
+    own = [f"{name}.lora_{each}" for name in blocks for each in "AB"]
+    expected = {
         "lora": [
-            "embed.lora_embedding_A",
-            "embed.lora_embedding_B",
+            *(f"embed.lora_embedding_{each}" for each in "AB"),
             "project.trained.weight",
-            "blocks.0.q_proj.lora_A",
-            "blocks.0.q_proj.lora_B",
-            "blocks.1.q_proj.lora_A",
-            "blocks.1.q_proj.lora_B",
+            *own,
         ],
-        "lora_no_decay": [
-            "project.trained.bias",
-            "blocks.0.q_proj.trained_bias",
-            "blocks.1.q_proj.trained_bias",
-        ],
+        "lora_no_decay": ["project.trained.bias", *(f"{name}.trained_bias" for name in blocks)],
     }
-    assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == {
-        "lora": (5e-4, 0.1),
-        "lora_no_decay": (5e-4, 0.0),
-    }
+    rates = {"lora": (5e-4, 0.1), "lora_no_decay": (5e-4, 0.0)}
+    if ratio > 1:
+        expected["lora_B"] = [name for name in own if name.endswith("lora_B")]
+        expected["lora"] = [name for name in expected["lora"] if not name.endswith("lora_B")]
+        rates["lora_B"] = (pytest.approx(16 * 5e-4), 0.1)
+    assert listed == expected
+    assert {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()} == rates
 
 
-def test_loraplus_gives_b_its_own_rate():
-    _, groups, listed = groups_of(EVERYTHING, loraplus_lr_ratio=16, weight_decay=0.1)
-    assert listed["lora_B"] == ["blocks.0.q_proj.lora_B", "blocks.1.q_proj.lora_B"]
-    assert groups["lora_B"]["lr"] == pytest.approx(16 * 5e-4)
-    assert groups["lora_B"]["weight_decay"] == 0.1
-    assert groups["lora"]["lr"] == 5e-4
-    assert not any(name.endswith("lora_B") for name in listed["lora"])
-
-
-def test_classic_mode_gives_base_and_adapters_their_rates_and_spares_vectors_decay():
+@pytest.mark.parametrize("r", [2, 0])
+def test_classic_mode_gives_base_and_adapters_their_rates_and_spares_vectors_decay(r):
     model, groups, listed = groups_of(
-        {"lora_dim": 2, "only_optimize_lora": False},
+        {"lora_dim": r, "only_optimize_lora": False},
         learning_rate=1e-5,
         lora_learning_rate=2e-4,
         weight_decay=0.1,
     )
     rates = {name: (g["lr"], g["weight_decay"]) for name, g in groups.items()}
-    assert rates == {"base": (1e-5, 0.1), "base_no_decay": (1e-5, 0.0), "lora": (2e-4, 0.1)}
+    expected = {"base": (1e-5, 0.1), "base_no_decay": (1e-5, 0.0), "lora": (2e-4, 0.1)}
+    assert rates == {name: each for name, each in expected.items() if r or name != "lora"}
     vectors = {name for name, p in model.named_parameters() if p.ndim == 1}
     assert set(listed["base_no_decay"]) == vectors
     assert {"blocks.0.norm.weight", "blocks.0.c_proj.bias"} <= vectors
     assert "embed.weight" in listed["base"]
+    grouped = sorted(name for names in listed.values() for name in names)
+    assert grouped == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    torch.optim.AdamW(list(groups.values()))
 
 
 def test_each_layer_has_a_share_of_the_rate_of_the_one_above_it():
@@ -159,6 +135,10 @@ def test_each_layer_has_a_share_of_the_rate_of_the_one_above_it():
         "lora_no_decay.1": (["blocks.1.q_proj.trained_bias"], 4e-4, 0.0),
         "lora_no_decay.2": (["blocks.0.q_proj.trained_bias"], 2e-4, 0.0),
     }
+    for decay in (0.0, 1.1):
+        words = rf"--layerwise_lr_decay must be in \(0, 1\], got {decay}"
+        with pytest.raises(ValueError, match=words):
+            OptimConfig(layerwise_lr_decay=decay)
 
 
 def beit_layer(name, blocks):
@@ -190,26 +170,6 @@ def test_towers_of_a_composite_model_are_counted_each_for_itself():
     found = layers_from_top(model)
     assert [found[f"eye.layers.{n}.bias"] for n in range(3)] == [3, 2, 1]
     assert found["text.layers.0.norm.weight"] == 1
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.1])
-def test_a_layers_share_of_the_rate_is_above_0_and_at_most_1(decay):
-    with pytest.raises(ValueError, match=rf"--layerwise_lr_decay must be in \(0, 1\], got {decay}"):
-        OptimConfig(layerwise_lr_decay=decay)
-
-
-def test_every_trained_parameter_is_in_exactly_one_group():
-    model, groups, _ = groups_of(
-        EVERYTHING | {"only_optimize_lora": False}, loraplus_lr_ratio=2, weight_decay=0.1
-    )
-    grouped = [id(p) for g in groups.values() for p in g["params"]]
-    assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
-    torch.optim.AdamW(list(groups.values()))
-
-
-def test_full_fine_tuning_has_base_groups_only():
-    _, groups, _ = groups_of({"lora_dim": 0}, learning_rate=1e-5)
-    assert list(groups) == ["base", "base_no_decay"]
 
 
 def test_a_rate_of_experts_is_refused_where_none_is_adapted():
@@ -244,15 +204,10 @@ def test_sharded_matrix_is_still_a_matrix():
     ],
 )
 def test_rates_by_rule_are_those_that_were_published(model_type, width, stage, lora, base, adapter):
-    found = ruled_rates(model_type, width, stage=stage, lora=LoraConfig(**lora))
-    assert found.base == pytest.approx(base, rel=0.02)
-    assert found.adapter == pytest.approx(adapter, rel=0.02)
-
-
-def test_the_reason_of_a_rate_names_each_factor():
+    rates = ruled_rates(model_type, width, stage=stage, lora=LoraConfig(**lora))
+    assert rates[:2] == pytest.approx((base, adapter), rel=0.02)
     lora = LoraConfig(lora_dim=4, lora_alpha=16)
-    reason = ruled_rates("qwen2", 896, stage="rlhf", lora=lora).reason
-    assert reason == (
+    assert ruled_rates("qwen2", 896, stage="rlhf", lora=lora).reason == (
         "5e-05 x (2000 / 896)^0.0775, the exponent of qwen, x 0.14 for rlhf, x 10 for LoRA, "
         "x 2 for its scale"
     )

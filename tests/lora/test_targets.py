@@ -21,23 +21,26 @@ def chosen(*targets, **options):
     return choose_targets(toy_model(), LoraConfig(lora_dim=2, **options))
 
 
-def test_default_is_every_linear_layer_of_the_blocks_and_no_other():
-    assert chosen() == IN_BLOCKS
-
-
 @pytest.mark.parametrize(
-    ("targets", "expected"),
+    ("targets", "options", "expected"),
     [
-        (("q_proj",), ["blocks.0.q_proj", "blocks.1.q_proj"]),
-        (("1.q_proj",), ["blocks.1.q_proj"]),
-        (("blocks.0.c_proj", "project"), ["project", "blocks.0.c_proj"]),
-        (("embed", "head"), ["embed", "head"]),
-        ((r"blocks\.\d+\.q_.*",), ["blocks.0.q_proj", "blocks.1.q_proj"]),
-        ((r".*\.(q|c)_proj",), IN_BLOCKS),
+        ((), {}, IN_BLOCKS),
+        (("q_proj",), {}, ["blocks.0.q_proj", "blocks.1.q_proj"]),
+        (("1.q_proj",), {}, ["blocks.1.q_proj"]),
+        (("blocks.0.c_proj", "project"), {}, ["project", "blocks.0.c_proj"]),
+        (("embed", "head"), {}, ["embed", "head"]),
+        ((r"blocks\.\d+\.q_.*",), {}, ["blocks.0.q_proj", "blocks.1.q_proj"]),
+        ((r".*\.(q|c)_proj",), {}, IN_BLOCKS),
+        # DeepSpeed-Chat's is a part of a name.
+        ((), {"lora_module_name": "blocks.1."}, IN_BLOCKS[2:]),
+        ((), {"lora_module_name": "pro"}, ["project", *IN_BLOCKS]),
+        ((), {"modules_to_save": ("blocks.0",)}, IN_BLOCKS[2:]),
     ],
 )
-def test_names_match_whole_parts_from_the_end_and_patterns_the_whole_name(targets, expected):
-    assert chosen(*targets) == expected
+def test_names_match_whole_parts_from_the_end_and_patterns_the_whole_name(
+    targets, options, expected
+):
+    assert chosen(*targets, **options) == expected
 
 
 REFUSED = {
@@ -74,17 +77,7 @@ def test_what_names_no_layer_is_refused_with_what_there_is(targets, options, mes
         chosen(*targets, **options)
 
 
-def test_module_name_of_deepspeed_chat_is_a_substring():
-    assert chosen(lora_module_name="blocks.1.") == ["blocks.1.q_proj", "blocks.1.c_proj"]
-    assert chosen(lora_module_name="pro") == ["project", *IN_BLOCKS]
-
-
-def test_all_linear_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="'all-linear' matches no layer"):
-        choose_targets(nn.Sequential(nn.Linear(2, 2)), LoraConfig(lora_dim=2))
-
-
-def test_embedding_with_its_own_forward_is_no_candidate():
+def test_what_is_no_layer_of_a_block_or_has_its_own_forward_is_no_candidate():
     class Offset(nn.Embedding):
         def forward(self, ids):
             return super().forward(ids + 2)
@@ -93,28 +86,18 @@ def test_embedding_with_its_own_forward_is_no_candidate():
     model.embed = Offset(9, 6)
     with pytest.raises(ValueError, match="'embed' matches no layer"):
         choose_targets(model, LoraConfig(lora_dim=2, target_modules=("embed",)))
-
-
-def test_modules_trained_in_full_get_no_factors():
-    assert chosen(modules_to_save=("blocks.0",)) == ["blocks.1.q_proj", "blocks.1.c_proj"]
+    with pytest.raises(ValueError, match="'all-linear' matches no layer"):
+        choose_targets(nn.Sequential(nn.Linear(2, 2)), LoraConfig(lora_dim=2))
 
 
 def test_saved_modules_are_found_by_ending_outermost_only():
     model = toy_model()
     assert choose_saved(model, ["q_proj"]) == ["blocks.0.q_proj", "blocks.1.q_proj"]
     assert choose_saved(model, ["blocks.0", "0.q_proj"]) == ["blocks.0"]
-
-
-def test_saved_module_that_does_not_exist_is_refused():
-    with pytest.raises(
-        ValueError, match=r"--modules_to_save 'haed' matches no layer; did you mean 'head'"
-    ):
-        choose_saved(toy_model(), ["haed"])
-
-
-def test_saved_list_of_modules_is_refused():
-    with pytest.raises(ValueError, match="'blocks' is a list of modules"):
-        choose_saved(toy_model(), ["blocks"])
+    words = r"--modules_to_save 'haed' matches no layer; did you mean 'head'"
+    for name, message in (("haed", words), ("blocks", "'blocks' is a list of modules")):
+        with pytest.raises(ValueError, match=message):
+            choose_saved(model, [name])
 
 
 PATHS = ["a.norm", "a.q", "b.q", "b.k", "score", "old_score", "x.a.q"]
@@ -145,28 +128,19 @@ MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 MAMBA += ("bamba", "granitemoehybrid", "zamba2")
 
 
-def of_type(kind):
-    """A block with the layers of a recurrent one."""
+def names_of_type(kind, **options):
+    """What is adapted in a block with the layers of a recurrent one."""
     model = nn.Module()
     block = nn.ModuleDict({"in_proj": nn.Linear(2, 2), "out_proj": nn.Linear(2, 2)})
     model.layers, model.config = nn.ModuleList([block]), SimpleNamespace(model_type=kind)
-    return model
+    return choose_targets(model, LoraConfig(lora_dim=2, **options))
 
 
-@pytest.mark.parametrize("kind", MAMBA)
-def test_all_linear_leaves_out_what_the_kernel_of_mamba_blocks_passes_by(kind):
-    assert choose_targets(of_type(kind), LoraConfig(lora_dim=2)) == ["layers.0.in_proj"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"target_modules": ("in_proj", "out_proj")}, {"lora_module_name": "proj"}]
-)
-def test_what_the_kernel_of_mamba_blocks_passes_by_is_refused_by_name(options):
+def test_what_the_kernel_of_mamba_blocks_passes_by_is_left_out_and_refused_by_name():
+    for kind in MAMBA:
+        assert names_of_type(kind) == ["layers.0.in_proj"]
+    assert names_of_type("qwen3_next") == ["layers.0.in_proj", "layers.0.out_proj"]
     words = r"'out_proj', whose adapter the GPU kernel of Mamba blocks \(mamba2\) would pass by"
-    with pytest.raises(ValueError, match=words):
-        choose_targets(of_type("mamba2"), LoraConfig(lora_dim=2, **options))
-
-
-def test_out_proj_of_other_types_is_adapted():
-    names = choose_targets(of_type("qwen3_next"), LoraConfig(lora_dim=2))
-    assert names == ["layers.0.in_proj", "layers.0.out_proj"]
+    for options in ({"target_modules": ("in_proj", "out_proj")}, {"lora_module_name": "proj"}):
+        with pytest.raises(ValueError, match=words):
+            names_of_type("mamba2", **options)

@@ -32,37 +32,24 @@ def test_chosen_end_of_text_is_where_the_saved_model_stops_too():
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_new_token_is_refused_where_its_embedding_would_not_train():
-    config = ModelConfig(add_eot_token=True, eot_token="<brand-new>")
-    with pytest.raises(ValueError, match="has .* tokens, the model .*a new --eot_token"):
-        build(config)
-
-
 def test_larger_tokenizer_is_not_blamed_on_an_end_of_text_token_that_nobody_named():
     """A tokenizer with tokens of its own beyond the model's was blamed on --eot_token."""
-    config = ModelConfig()
-    tokenizer = load_tokenizer(SOURCE.tokenizer, config)
+    tokenizer = load_tokenizer(SOURCE.tokenizer, ModelConfig())
     rows = len(tokenizer)
     tokenizer.add_tokens(["<tool>", "<call>"])
-    lora = LoraConfig(lora_dim=2)
-    for own in (config, ModelConfig(add_eot_token=True, eot_token="?")):
+    options = {"dtype": torch.float32, "seed": 0, "meta": True}
+    for own in (ModelConfig(), ModelConfig(add_eot_token=True, eot_token="?")):
         with pytest.raises(ValueError, match="tokenizer has") as refused:
-            build_causal_lm(
-                SOURCE,
-                tokenizer,
-                own,
-                lora,
-                dtype=torch.float32,
-                seed=0,
-                meta=True,
-            )
+            build_causal_lm(SOURCE, tokenizer, own, LoraConfig(lora_dim=2), **options)
         words = str(refused.value)
         assert f"tokens from {rows} on ('<tool>', ...) have no embedding" in words
         assert "eot_token" not in words
 
 
-def test_new_token_gets_an_embedding_where_all_weights_train():
+def test_new_token_gets_an_embedding_where_all_weights_train_and_is_refused_elsewhere():
     config = ModelConfig(add_eot_token=True, eot_token="<brand-new>")
+    with pytest.raises(ValueError, match="has .* tokens, the model .*a new --eot_token"):
+        build(config)
     tokenizer, model = build(config, LoraConfig())
     assert model.get_input_embeddings().num_embeddings == len(tokenizer)
 

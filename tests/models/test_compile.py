@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from dschat_lora.config.groups import LoadConfig, LoraConfig
-from dschat_lora.lora.model import apply_lora
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.models.blocks import check_compiler, compile_blocks, recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.models.loading import share_parameters
 from dschat_lora.runtime.checks import check_compile
-from helpers.tiny import tiny_model
+from helpers.tiny import tiny_model, trained
 
 
 class Counted:
@@ -32,26 +33,16 @@ class Counted:
 
 
 def tiny(layers=1):
-    model = tiny_model("opt", layers=layers).train()
-    apply_lora(model, LoraConfig(lora_dim=2, target_modules=("fc1",)), seed=0)
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_B"):
-            nn.init.normal_(parameter.data, std=0.1)
-    return model
+    lora = LoraConfig(lora_dim=2, target_modules=("fc1",))
+    return trained(tiny_model("opt", layers=layers).train(), lora)
 
 
 def batch(*rows):
     """Rows of samples of these lengths."""
-    width = max(map(sum, rows))
-    segments, positions = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
-    for row, lengths in enumerate(rows):
-        parts = [torch.arange(n) for n in lengths]
-        positions[row, : sum(lengths)] = torch.cat(parts)
-        numbers = [torch.full((n,), i) for i, n in enumerate(lengths, start=1)]
-        segments[row, : sum(lengths)] = torch.cat(numbers)
-    ids = torch.randint(0, 32, segments.shape)
-    (places,) = (segments > 0).flatten().nonzero(as_tuple=True)
-    return ids, positions, segments, places, ids.flatten()[places]
+    ids = [[torch.randint(0, 32, (length,)).numpy() for length in row] for row in rows]
+    made = SampleCollator(0)([[SequenceSample.of(each, each) for each in row] for row in ids])
+    rows = made.input_ids, made.position_ids, made.segment_ids
+    return *rows, made.logit_positions, made.target_ids
 
 
 def gradient(network, rows):

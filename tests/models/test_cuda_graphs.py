@@ -39,6 +39,6 @@ def test_a_wait_in_another_thread_counts_if_it_is_of_a_backward_pass(does, count
         thread.start()
         thread.join()
 
-    found = run_watching(step)
-    assert (found is not None) == counts
-    assert found is None or found.startswith("test_cuda_graphs.py:")
+    place = run_watching(step)
+    assert (place is not None) == counts
+    assert place is None or place.startswith("test_cuda_graphs.py:")

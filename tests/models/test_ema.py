@@ -50,9 +50,9 @@ def test_16_bit_weights_are_averaged_in_fp32():
     average = MovingAverage(layers, 0.992)
     set_to(layers, 1.0078125)  # the next number of bf16
     average.update()
-    found = dict(average.tensors())
-    assert all(each.dtype == torch.float32 for each in found.values())
-    assert float(found["0.weight"][0, 0]) == pytest.approx(1 + 0.008 * 0.0078125, abs=2e-7)
+    averages = dict(average.tensors())
+    assert all(each.dtype == torch.float32 for each in averages.values())
+    assert float(averages["0.weight"][0, 0]) == pytest.approx(1 + 0.008 * 0.0078125, abs=2e-7)
 
 
 def test_a_restored_average_goes_on(monkeypatch):

@@ -1,5 +1,6 @@
 """The fingerprint of a base: the same for the same weights, another for any other."""
 
+import itertools
 import json
 
 import pytest
@@ -15,7 +16,7 @@ from dschat_lora.models.fingerprint import (
     config_fingerprint,
     weights_fingerprint,
 )
-from helpers.tiny import tiny_model
+from helpers.tiny import tiny_model, trained
 
 
 class Base(nn.Module):
@@ -56,11 +57,13 @@ def test_shape_type_and_name_count(changed):
     assert of(**changed) != of()
 
 
-@pytest.mark.parametrize("index", range(12))
-def test_every_value_of_a_small_tensor_counts_to_the_last_bit(index):
-    other = torch.arange(12.0).view(3, 4)
-    other.flatten()[index] = torch.nextafter(other.flatten()[index], torch.tensor(99.0))
-    assert of(a=other) != of()
+def test_every_value_of_a_small_tensor_counts_to_the_last_bit():
+    values = torch.arange(12.0).view(3, 4)
+    larger = torch.nextafter(values, torch.tensor(99.0))
+    for row, column in itertools.product(range(3), range(4)):
+        other = values.clone()
+        other[row, column] = larger[row, column]
+        assert of(a=other) != of()
 
 
 def test_values_all_over_a_large_tensor_count():
@@ -78,20 +81,15 @@ def test_swapped_values_and_names_show():
 
 
 def test_adapters_do_not_count_whether_trained_or_not():
-    model = tiny_model("opt")
-    found = set()
-    for rank in (2, 4):
-        adapted = tiny_model("opt")
-        apply_lora(adapted, LoraConfig(lora_dim=rank), seed=rank)
-        with torch.no_grad():
-            for parameter in adapter_parameters(adapted).values():
-                parameter.add_(1.0)
-        found.add(base_fingerprint(adapted))
-    assert len(found) == 1
+    def adapted(rank):
+        return trained(tiny_model("opt"), LoraConfig(lora_dim=rank))
+
+    before = {base_fingerprint(adapted(rank)) for rank in (2, 4)}
+    assert before == {base_fingerprint(tiny_model("opt"))}
+    model = adapted(2)
     with torch.no_grad():
-        next(model.parameters()).flatten()[0] += 1.0
-    apply_lora(model, LoraConfig(lora_dim=2), seed=2)
-    assert base_fingerprint(model) not in found
+        next(p for n, p in model.named_parameters() if "lora" not in n).flatten()[0] += 1.0
+    assert base_fingerprint(model) not in before
 
 
 def test_every_column_of_a_matrix_is_looked_at(monkeypatch):
@@ -153,10 +151,10 @@ SHARDED = {
 
 def test_weights_are_those_of_the_first_form_that_transformers_loads(tmp_path):
     both = {"model.safetensors": "one", "pytorch_model.bin": "two", "other.bin": "three"}
-    found = weights_fingerprint(write_base(tmp_path / "both", both))
-    assert found == weights_fingerprint(write_base(tmp_path / "one", {"model.safetensors": "one"}))
+    single = weights_fingerprint(write_base(tmp_path / "both", both))
+    assert single == weights_fingerprint(write_base(tmp_path / "one", {"model.safetensors": "one"}))
     changed = {**both, "model.safetensors": "new"}
-    assert found != weights_fingerprint(write_base(tmp_path / "changed", changed))
+    assert single != weights_fingerprint(write_base(tmp_path / "changed", changed))
     old = weights_fingerprint(write_base(tmp_path / "old", {"pytorch_model.bin": "two"}))
     assert old == weights_fingerprint(write_base(tmp_path / "bin", dict([*both.items()][1:])))
     parts = weights_fingerprint(write_base(tmp_path / "parts", SHARDED))
@@ -165,4 +163,4 @@ def test_weights_are_those_of_the_first_form_that_transformers_loads(tmp_path):
     for name in ("a.st", "b.st"):
         other = write_base(tmp_path / name, {**SHARDED, name: "third"})
         assert parts != weights_fingerprint(other)
-    assert len({found, old, parts, weights_fingerprint(write_base(tmp_path / "none", {}))}) == 4
+    assert len({single, old, parts, weights_fingerprint(write_base(tmp_path / "none", {}))}) == 4

@@ -86,9 +86,9 @@ def test_logits_gradients_and_the_merged_model_are_those_of_the_values(pair, con
     with torch.no_grad():
         assert_same_sums(logits(four), logits(twin))
     packed, whole = (adapted(model, config) for model in (four, twin))
-    found, expected = logits(packed), logits(whole)
-    torch.testing.assert_close(found, expected)
-    found.square().sum().backward()
+    ours, expected = logits(packed), logits(whole)
+    torch.testing.assert_close(ours, expected)
+    ours.square().sum().backward()
     expected.square().sum().backward()
     gradients = {n: p.grad for n, p in adapter_parameters(whole).items()}
     assert any(gradient.abs().max() > 1e-3 for gradient in gradients.values())

@@ -63,14 +63,16 @@ def values_of(model):
 def test_logits_and_gradients_are_those_of_plain_operations(kind, plain):
     model = plain(kind)
     expected, names = values_of(model), [*model.state_dict()]
-    found = fuse_kernels(model, on_cpu=True)
-    rotates = [name for name in found if name.endswith("apply_rotary_pos_emb")]
+    replaced = fuse_kernels(model, on_cpu=True)
+    rotates = [name for name in replaced if name.endswith("apply_rotary_pos_emb")]
     assert len(rotates) == 1
-    assert any("Norm" in name for name in found) == (kind != "phi"), "phi has layer norms"
+    assert any("Norm" in name for name in replaced) == (kind != "phi"), "phi has layer norms"
     gates = ("phi", "gemma2", "gemma3_text", "qwen3_moe")  # which have none, or GELU
-    assert any(name.endswith("MLP") for name in found) == (kind not in gates)
+    assert any(name.endswith("MLP") for name in replaced) == (kind not in gates)
     assert [*model.state_dict()] == names
-    assert {type(m).__name__ for m in model.modules() if "RMSNorm" in type(m).__name__} <= {*found}
+    assert {type(m).__name__ for m in model.modules() if "RMSNorm" in type(m).__name__} <= {
+        *replaced
+    }
     for values in (values_of(model), values_of(copy.deepcopy(model))):
         for name, value in expected.items():
             error = (values[name] - value).norm() / value.norm()
@@ -176,10 +178,10 @@ def test_rotations_of_any_sines_are_those_of_the_function(
     leaves = [[x.clone().requires_grad_() for x in (q, k)] for _ in range(2)]
     for (q, k), f in zip(leaves, (rotate, home.apply_rotary_pos_emb), strict=True):
         torch.autograd.backward(f(q, k, cos, sin, unsqueeze_dim=dim), grads)
-    for expected, found in zip(*pairs, strict=True):
-        assert torch.allclose(found, expected, atol=1e-6)
-    for expected, found in zip(*leaves, strict=True):
-        assert torch.allclose(found.grad, expected.grad, atol=1e-6)
+    for expected, ours in zip(*pairs, strict=True):
+        assert torch.allclose(ours, expected, atol=1e-6)
+    for expected, ours in zip(*leaves, strict=True):
+        assert torch.allclose(ours.grad, expected.grad, atol=1e-6)
 
 
 def test_a_norm_of_weights_of_another_type_computes_by_itself(plain):
@@ -198,7 +200,7 @@ def test_a_reward_model_and_a_critic_on_the_base_of_others_compute_by_fewer_kern
     model = plain("llama")
     base = model if shares else None
     model.save_pretrained(tmp_path)
-    found = {}
+    scores = {}
     for fused in ("on", "off"):
         scorer = load_reward_model(
             str(tmp_path),
@@ -210,7 +212,7 @@ def test_a_reward_model_and_a_critic_on_the_base_of_others_compute_by_fewer_kern
             base=base,
         )
         few = [each for each in scorer.modules() if getattr(each, "keeps_least", False)]
-        found[fused] = scorer(torch.arange(34).view(2, 17) % 40 + 5).logits, len(few)
-    torch.testing.assert_close(found["on"][0], found["off"][0])
+        scores[fused] = scorer(torch.arange(34).view(2, 17) % 40 + 5).logits, len(few)
+    torch.testing.assert_close(scores["on"][0], scores["off"][0])
     # Two norms and an MLP of each of two blocks, and the last norm.
-    assert (found["on"][1], found["off"][1]) == (2 * 3 + 1, 0)
+    assert (scores["on"][1], scores["off"][1]) == (2 * 3 + 1, 0)

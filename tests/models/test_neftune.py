@@ -27,18 +27,18 @@ def noise_of(samples, **changed):
     """What is added to the embeddings of a packed row; the backbone has attributes ``changed``."""
     network = CausalLMLoss(tiny_model("opt"), neftune_noise_alpha=ALPHA).train()
     vars(network.backbone).update(changed)
-    found, add = [], network.backbone.add_noise
+    noises, add = [], network.backbone.add_noise
 
     def watched(module, inputs, output):
         noisy = add(module, inputs, output)
-        found.append((noisy - output).detach())
+        noises.append((noisy - output).detach())
         return noisy
 
     embedding = network.model.get_input_embeddings()
     embedding._forward_hooks.clear()
     embedding.register_forward_hook(watched)
     loss_of(network, packed(samples))
-    return found[0].flatten(0, 1)
+    return noises[0].flatten(0, 1)
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])

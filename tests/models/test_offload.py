@@ -5,13 +5,10 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.blocks import HostCopies, compile_blocks, offload_inputs, recompute_blocks
-from helpers.tiny import tiny_config
+from helpers.tiny import random_model, tiny_config, trained
 
 LAYERS = 3
 CONFIGS = {kind: tiny_config(kind, num_hidden_layers=LAYERS) for kind in ("opt", "llama", "gpt2")}
@@ -21,25 +18,21 @@ CONFIGS["opt"].dropout = 0.1
 @pytest.fixture
 def kept(monkeypatch):
     """Weak references to the copies that were made, with shapes of what was copied."""
-    found, keep = [], HostCopies.keep
+    copied, keep = [], HostCopies.keep
 
     def noted(copies, tensor):
         copy = keep(copies, tensor)
-        found.append((weakref.ref(copy), tuple(tensor.shape)))
+        copied.append((weakref.ref(copy), tuple(tensor.shape)))
         return copy
 
     monkeypatch.setattr(HostCopies, "keep", noted)
-    return found
+    return copied
 
 
 def tiny(family, *, lora=True):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], attn_implementation="sdpa").train()
+    model = random_model(CONFIGS[family], attn_implementation="sdpa").train()
     if lora:
-        apply_lora(model, LoraConfig(lora_dim=2), seed=0)
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                nn.init.normal_(parameter.data, std=0.1)
+        trained(model, LoraConfig(lora_dim=2))
     recompute_blocks(model)
     return model
 

@@ -9,14 +9,22 @@ import torch
 from dschat_lora.algos.segments import block_causal_mask
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.lora.model import adapter_parameters, apply_lora
+from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.architecture_checks import check_architecture, head_is_linear
 from dschat_lora.models.backbone import Backbone, attention_windows
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.supervised import batching as layout
 from helpers import plain
 from helpers.spread import ALL
-from helpers.tiny import KINDS, VOCAB, changing_inputs, ragged_samples, softcapped_model, tiny_model
+from helpers.tiny import (
+    KINDS,
+    VOCAB,
+    changing_inputs,
+    ragged_samples,
+    softcapped_model,
+    tiny_model,
+    trained,
+)
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -42,13 +50,7 @@ def predictions(batch):
 
 
 def adapted(kind, attention="sdpa", **changes):
-    model = tiny_model(kind, attention, **changes)
-    apply_lora(model, LoraConfig(lora_dim=3), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter_parameters(model).values():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return trained(tiny_model(kind, attention, **changes), LoraConfig(lora_dim=3))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

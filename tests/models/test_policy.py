@@ -56,12 +56,12 @@ def objective(logprobs, entropies, *, entropy):
 
 
 def check(model, policy, temperature, *, entropy):
-    found, expected = asked(policy, temperature), plainly(model, temperature)
-    for ours, theirs in zip(found, expected, strict=True):
+    result, expected = asked(policy, temperature), plainly(model, temperature)
+    for ours, theirs in zip(result, expected, strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, theirs, **CLOSE)
     ours, theirs = (
-        gradients_of(objective(*each, entropy=entropy), model) for each in (found, expected)
+        gradients_of(objective(*each, entropy=entropy), model) for each in (result, expected)
     )
     assert_same_gradients(ours, theirs, least=0.1)
 
@@ -116,10 +116,10 @@ def test_a_bias_of_the_head_is_divided_by_the_temperature_too():
     hidden = torch.randn(6, 5, generator=generator, requires_grad=True)
     tokens = torch.tensor([0, 6, 3, 3, 1, 2])
     for trains in (False, True):
-        found = PolicyHead(head, 7, entropy_trains=trains)(hidden, tokens, 0.4)
+        ours = PolicyHead(head, 7, entropy_trains=trains)(hidden, tokens, 0.4)
         over_tokens = torch.distributions.Categorical(logits=head(hidden) / 0.4)
-        torch.testing.assert_close(found[0], over_tokens.log_prob(tokens))
-        torch.testing.assert_close(found[1].detach(), over_tokens.entropy().detach())
+        torch.testing.assert_close(ours[0], over_tokens.log_prob(tokens))
+        torch.testing.assert_close(ours[1].detach(), over_tokens.entropy().detach())
 
 
 def test_logits_that_the_model_transforms_are_taken_whole():

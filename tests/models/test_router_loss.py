@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dschat_lora.data.batch import SampleCollator
+from dschat_lora.data.samples import SequenceSample
 from dschat_lora.models.causal_lm import CausalLMLoss
 from fakecuda.captured import tiny
 
+INPUTS = ("input_ids", "position_ids", "segment_ids", "logit_positions", "target_ids")
 IDS = torch.tensor([[5, 9, 11, 3, 7, 8, 200, 41], [6, 4, 300, 2, 77, 15, 16, 400]])
 
 
@@ -26,22 +29,8 @@ def make(kind, **options):
 
 def batch_of(rows):
     """Rows of one sequence each, in which every token but the first is supervised; 0 is padding."""
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-    segments, positions = torch.zeros_like(ids), torch.zeros_like(ids)
-    places, targets = [], []
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
-        segments[number, : len(row)] = 1
-        positions[number, : len(row)] = torch.arange(len(row))
-        places += [number * ids.shape[1] + i for i in range(len(row) - 1)]
-        targets += row[1:]
-    return {
-        "input_ids": ids,
-        "position_ids": positions,
-        "segment_ids": segments,
-        "logit_positions": torch.tensor(places),
-        "target_ids": torch.tensor(targets),
-    }
+    batch = SampleCollator(0)([[SequenceSample.of(row, row)] for row in rows])
+    return {name: getattr(batch, name) for name in INPUTS}
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "mixtral"])
@@ -72,10 +61,10 @@ def test_padding_is_not_balanced(attention):
     plain = CausalLMLoss(model).train()
     ragged = batch_of([IDS[0].tolist(), IDS[1, :5].tolist()])
     with torch.no_grad():
-        found = (network(**ragged) - plain(**ragged)) / len(ragged["target_ids"])
+        balance = (network(**ragged) - plain(**ragged)) / len(ragged["target_ids"])
         mask = (ragged["segment_ids"] > 0).long()
         stock = model(ragged["input_ids"], attention_mask=mask, output_router_logits=True)
-    assert found.item() == pytest.approx(0.3 * stock.aux_loss.item(), rel=1e-4)
+    assert balance.item() == pytest.approx(0.3 * stock.aux_loss.item(), rel=1e-4)
 
 
 def test_evaluation_is_without_it():

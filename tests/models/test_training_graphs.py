@@ -5,13 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from dschat_lora.algos.segments import make_spans
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.lora.casts import FactorCasts
-from dschat_lora.lora.model import apply_lora
 from dschat_lora.models import attention, training_graphs
 from dschat_lora.models.blocks import recompute_blocks
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss, Policy
@@ -23,7 +21,7 @@ from helpers.iterations import ragged_responses
 from helpers.pairs import ragged_pairs
 from helpers.recorded import record, recordable
 from helpers.spread import ALL
-from helpers.tiny import ragged_samples, random_model, tiny_model
+from helpers.tiny import ragged_samples, tiny_model, trained
 
 SIZES = {n: v for n, v in vars(training_graphs).items() if isinstance(v, int)}  # of a run
 
@@ -36,14 +34,7 @@ def on_gpu():
 
 
 def adapted(model, **options):
-    model.requires_grad_(False)
-    apply_lora(model, LoraConfig(lora_dim=3, **options), seed=0)
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape))
-    return model
+    return trained(model.requires_grad_(False), LoraConfig(lora_dim=3, **options))
 
 
 def text_loss(network, batch):
@@ -70,7 +61,7 @@ def pair_batches():
 
 
 def pair_loss(network, batch, *, places="logit_positions", targets=("target_ids",)):
-    found = network(
+    ours = network(
         batch.input_ids,
         batch.position_ids,
         batch.segment_ids,
@@ -79,7 +70,7 @@ def pair_loss(network, batch, *, places="logit_positions", targets=("target_ids"
         *(getattr(batch, name) for name in targets),
         spans=batch.spans,
     )
-    return torch.nn.functional.softplus((found * torch.linspace(-1, 2, len(found))).sum())
+    return torch.nn.functional.softplus((ours * torch.linspace(-1, 2, len(ours))).sum())
 
 
 def responses():
@@ -95,10 +86,7 @@ def policy_loss(network, batch):
 
 
 def scorer(kind):
-    config = tiny_model(kind).config
-    config.num_labels = 1
-    auto = AutoModelForSequenceClassification
-    return RewardModel(adapted(random_model(config, auto=auto), modules_to_save=("score",)))
+    return RewardModel(adapted(tiny_model(kind, num_labels=1), modules_to_save=("score",)))
 
 
 CASES = {
@@ -147,16 +135,16 @@ def both(make, loss_of, batches, **options):
     (recorder,) = record(network)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = train(network, loss_of, batches, **options)
-    return plain, found, recorder
+        ours = train(network, loss_of, batches, **options)
+    return plain, ours, recorder
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ("llama", "opt", "qwen3") if ALL else ("llama",))
 def test_steps_are_those_without_graphs(kind, case):
     make, loss_of, batches = CASES[case]
-    plain, found, recorder = both(partial(make, kind), loss_of, batches())
-    torch.testing.assert_close(found, plain)
+    plain, ours, recorder = both(partial(make, kind), loss_of, batches())
+    torch.testing.assert_close(ours, plain)
     assert len(recorder.tapes) >= 4  # two shapes or more, of which each has two passes
 
 
@@ -166,9 +154,9 @@ def graphed(network, by=None):
 
 
 def gradients(network):
-    found = {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
+    ours = {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
     network.zero_grad()
-    return found
+    return ours
 
 
 def of(network, batch):
@@ -185,8 +173,8 @@ def test_recomputed_blocks_are_recorded(layers):
             recompute_blocks(network.model)
         return network
 
-    plain, found, recorder = both(make, text_loss, texts(packed=True))
-    torch.testing.assert_close(found, plain)
+    plain, ours, recorder = both(make, text_loss, texts(packed=True))
+    torch.testing.assert_close(ours, plain)
     # A backward pass that computes blocks again has the operations of both.
     forward, backward = (len(tape.operations) for tape in recorder.tapes[:2])
     assert (backward > 2 * forward) is layers
@@ -201,15 +189,15 @@ def test_factors_that_changed_are_read_anew(monkeypatch, shares):
     _, recorder = graphed(whole[0])
     casts = [FactorCasts(each) for each in whole]
     for step in range(4):
-        found = []
+        ours = []
         for network, own in zip(whole, casts, strict=True):
             with own.in_use():
-                found.append(of(network, batch))
+                ours.append(of(network, batch))
             with torch.no_grad():
                 for name, parameter in network.named_parameters():
                     if "lora_" in name:
                         parameter.add_(0.1 * (step + 1))
-        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(*ours, rtol=2e-2, atol=2e-2)
     assert len(recorder.tapes) == 2
 
 
@@ -219,8 +207,8 @@ def test_copies_elsewhere_are_recorded_anew():
     for tapes in (2, 4):
         casts = FactorCasts(network)
         with casts.in_use():
-            found = [of(network, batch) for _ in range(3)]
-        torch.testing.assert_close(found[2], found[1])
+            ours = [of(network, batch) for _ in range(3)]
+        torch.testing.assert_close(ours[2], ours[1])
         assert len(recorder.tapes) == tapes
 
 
@@ -299,11 +287,11 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_is_said_once():
     batch = texts(packed=False)[0]
     expected = of(network, batch)
     with pytest.warns(UserWarning, match="CUDA graphs") as told:
-        found = [of(network, batch) for _ in range(3)]
+        ours = [of(network, batch) for _ in range(3)]
     assert [str(each.message) for each in told] == [
         "training without CUDA graphs, more slowly: no room for a graph"
     ]
-    for each in found:
+    for each in ours:
         torch.testing.assert_close(each, expected)
 
 
@@ -319,10 +307,10 @@ def test_layers_that_read_lengths_on_the_host_are_not_recorded(monkeypatch):
 
 def test_shapes_beyond_the_most_run_as_they_are(monkeypatch):
     monkeypatch.setattr(training_graphs, "MOST_SHAPES", 1)
-    plain, found, recorder = both(
+    plain, ours, recorder = both(
         lambda: CausalLMLoss(adapted(tiny_model("llama"))), text_loss, texts(packed=False)
     )
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(ours, plain)
     assert len(recorder.tapes) == 2
 
 

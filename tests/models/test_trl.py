@@ -80,8 +80,8 @@ def trl_trainer(trainer_class, config_class, kind, directory, rows, *, adapted=T
 def same_columns(columns, metrics, names):
     """Means of ours are its metrics."""
     for name in names:
-        found, wanted = columns[name].mean().item(), metrics[name]
-        assert found == pytest.approx(np.mean(wanted), rel=1e-5, abs=1e-5), name
+        ours, wanted = columns[name].mean().item(), metrics[name]
+        assert ours == pytest.approx(np.mean(wanted), rel=1e-5, abs=1e-5), name
 
 
 def move_away(model):
@@ -160,9 +160,9 @@ def compare(kind, directory, config, *, adapted, layout="packed", rows=ROWS, **o
 
 
 def same_gradients(model, names, theirs):
-    found, expected = dict(model.named_parameters()), dict(theirs.named_parameters())
+    ours, expected = dict(model.named_parameters()), dict(theirs.named_parameters())
     assert_same_gradients(
-        {name: found[name].grad for name in names},
+        {name: ours[name].grad for name in names},
         {name: expected[other].grad for name, other in names.items()},
         least=1e-3,
     )
@@ -357,15 +357,15 @@ def test_kto_is_trls(kind, packed, tmp_path):
     same_gradients(model, names, trainer.model)
     metrics = trainer._metrics["eval"]
     assert metrics["kl"][0] > 1e-2
-    found = means_by_label({n: c.double().mean().item() for n, c in result.columns.items()})
+    values = means_by_label({n: c.double().mean().item() for n, c in result.columns.items()})
     shared = [name for name in metrics if name.startswith(("rewards/", "logps/", "kl"))]
     assert len(shared) == 6
     for name in shared:
-        assert found[name] == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-5), name
+        assert values[name] == pytest.approx(metrics[name][0], rel=1e-5, abs=1e-5), name
 
 
 @with_addon("kto")
 def test_published_defaults_of_kto_are_trls():
-    found = flatten(DpoStageConfig())
+    ours = flatten(DpoStageConfig())
     for name in ("beta", "desirable_weight", "undesirable_weight"):
-        assert found[name] == default_of(trl.KTOConfig, name)
+        assert ours[name] == default_of(trl.KTOConfig, name)

@@ -29,48 +29,36 @@ def model_of(kind):
     return tiny_model("qwen2", **window).double()
 
 
+def slowly(query, key, value, ends, longest, scale, window):
+    """Causal attention of each sequence to its last so many keys and one, query by query."""
+    assert [*longest] == [int(each.diff().max()) for each in ends]
+    assert ends[1][-1] == len(key) == len(value)
+    (left, right), group, outputs = window, query.shape[1] // key.shape[1], []
+    assert right == 0
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    counts = [each.diff().tolist() for each in ends]
+    parts = zip(query.split(counts[0]), key.split(counts[1]), value.split(counts[1]), strict=True)
+    for q, k, v in parts:
+        for i in range(len(q)):
+            # the last query stands where the last key does
+            place = len(k) - len(q) + i
+            seen = slice(0 if left == -1 else max(0, place - left), place + 1)
+            keys, values = (x[seen].repeat_interleave(group, dim=1) for x in (k, v))
+            weights = (scale * torch.einsum("hd,khd->hk", q[i], keys)).softmax(-1)
+            outputs.append(torch.einsum("hk,khd->hd", weights, values))
+    return torch.stack(outputs)
+
+
 class SlowKernel:
-    """What torch says of ``varlen_attn``, query by query."""
+    """What torch says of ``varlen_attn``."""
 
     def __init__(self):
         self.windows = []
 
-    def __call__(
-        self,
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        *,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-    ):
-        assert enable_gqa or query.shape[1] == key.shape[1]
-        assert max_q == cu_seq_q.diff().max()
-        assert max_k == cu_seq_k.diff().max()
-        assert cu_seq_k[-1] == len(key) == len(value)
+    def __call__(self, q, k, v, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        assert enable_gqa or q.shape[1] == k.shape[1]
         self.windows.append(window_size)
-        left, right = window_size
-        group = query.shape[1] // key.shape[1]
-        outputs = []
-        for s in range(len(cu_seq_q) - 1):
-            q = query[cu_seq_q[s] : cu_seq_q[s + 1]]
-            k, v = (x[cu_seq_k[s] : cu_seq_k[s + 1]] for x in (key, value))
-            for i in range(len(q)):
-                # the last query stands where the last key does
-                place = len(k) - len(q) + i
-                first = 0 if left == -1 else max(0, place - left)
-                seen = slice(first, place + right + 1)
-                for_heads = (x[seen].repeat_interleave(group, dim=1) for x in (k, v))
-                keys, values = for_heads
-                factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-                weights = (factor * torch.einsum("hd,khd->hk", q[i], keys)).softmax(-1)
-                outputs.append(torch.einsum("hk,khd->hd", weights, values))
-        return torch.stack(outputs)
+        return slowly(q, k, v, (ends_q, ends_k), (max_q, max_k), scale, window_size)
 
 
 @pytest.fixture
@@ -177,30 +165,13 @@ def test_the_kernel_is_asked_for_what_it_does_alone(options, size, fits, on_gpu)
     assert not attention.varlen_takes(query, query, torch.zeros(1, 4, 3, size - 8), options)
 
 
-def by_sdpa(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, **options):
-    """What FlashAttention 3 says of ``flash_attn_varlen_func``, sequence by sequence."""
-    assert options.keys() == {"softmax_scale", "window_size"}
+def flash_attn_varlen_func(q, k, v, *given, softmax_scale, causal, window_size):
+    """What FlashAttention 3 says of it."""
+    *ends, longest_q, longest_k = given
     assert causal is True
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert [max_seqlen_q, max_seqlen_k] == [
-        int(e.diff().max()) for e in (cu_seqlens_q, cu_seqlens_k)
-    ]
-    left, right = options["window_size"]
-    assert right == 0
-    lengths = [ends.diff().tolist() for ends in (cu_seqlens_q, cu_seqlens_k)]
-    outputs = []
-    pairs = zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
-    for parts in pairs:
-        query, key, value = (x.transpose(0, 1) for x in parts)
-        seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool)
-        earlier = key.shape[1] - query.shape[1]
-        seen = seen.tril(earlier)
-        seen = seen.triu(earlier - left) if left >= 0 else seen
-        made = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, seen, scale=options["softmax_scale"], enable_gqa=True
-        )
-        outputs.append(made.transpose(0, 1))
-    return torch.cat(outputs), torch.zeros(len(q))
+    assert {each.dtype for each in ends} == {torch.int32}
+    attended = slowly(q, k, v, ends, (longest_q, longest_k), softmax_scale, window_size)
+    return attended, torch.zeros(len(q))
 
 
 @pytest.mark.parametrize("kind", ["llama", "sliding"])
@@ -209,7 +180,7 @@ def test_long_sequences_attend_by_flash_attention_3(kind, on_gpu, monkeypatch):
 
     def flash(*given, **options):
         calls.append(given[0].shape)
-        return by_sdpa(*given, **options)
+        return flash_attn_varlen_func(*given, **options)
 
     slow = SlowKernel()
     monkeypatch.setattr(attention, "kernel", lambda: slow)
@@ -226,8 +197,8 @@ def test_long_sequences_attend_by_flash_attention_3(kind, on_gpu, monkeypatch):
 
 
 def test_flash_attention_3_is_for_hopper_where_it_is_installed(monkeypatch):
-    module = SimpleNamespace(flash_attn_varlen_func=by_sdpa)
-    found = {"flash_attn_interface": module}
+    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    modules = {"flash_attn_interface": module}
     for capability, installed, taken in [
         ((9, 0), True, True),
         ((9, 0), False, False),
@@ -237,9 +208,9 @@ def test_flash_attention_3_is_for_hopper_where_it_is_installed(monkeypatch):
         attention.flash_3.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, of=capability: of)
         monkeypatch.setattr(attention, "find_spec", lambda name, has=installed: has or None)
-        monkeypatch.setattr(attention, "import_module", found.__getitem__)
+        monkeypatch.setattr(attention, "import_module", modules.__getitem__)
         chosen = attention.flash_3(torch.device("cuda"))
-        assert chosen is (by_sdpa if taken else None)
+        assert chosen is (flash_attn_varlen_func if taken else None)
         assert attention.flash_3(torch.device("cpu")) is None
     attention.flash_3.cache_clear()
 

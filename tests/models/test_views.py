@@ -22,17 +22,13 @@ def test_a_view_has_every_parameter_and_buffer_itself_and_no_module(kind):
     model = tiny_model(kind)
     view = share_parameters(model)
     for find in (nn.Module.named_parameters, nn.Module.named_buffers):
-        ours, theirs = dict(find(view)), dict(find(model))
+        # A tied weight is tied in the view.
+        ours, theirs = (dict(find(each, remove_duplicate=False)) for each in (view, model))
         assert ours.keys() == theirs.keys()
         assert all(ours[name] is theirs[name] for name in ours)
     assert not set(map(id, view.modules())) & set(map(id, model.modules()))
     assert view.config is not model.config
     assert torch.equal(logits(view), logits(model))
-
-
-def test_a_tied_weight_is_tied_in_the_view():
-    view = share_parameters(tiny_model("opt"))
-    assert view.lm_head.weight is view.get_input_embeddings().weight
 
 
 def test_a_changed_value_is_seen_by_both_and_an_adapter_by_one():

@@ -133,7 +133,7 @@ def test_facts_have_defaults_and_are_those_that_a_class_or_object_says():
     facts = engine_facts(RANDOM)
     assert facts.in_process
     assert facts.batches_itself
-    others = "exact needs_whole_weights takes_adapter same_model can_run_ahead gives_up".split()
+    others = "exact needs_whole_weights takes_adapter same_model can_run_ahead".split()
     assert not any(getattr(facts, name) for name in others)
     Known.needs_whole_weights, Known.bytes_beside_training = True, lambda self, config: 12
     try:
@@ -147,8 +147,9 @@ def test_facts_have_defaults_and_are_those_that_a_class_or_object_says():
 def test_options_are_those_that_the_engine_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def check():
-        return check_rlhf(parse_config(RlhfConfig, [*CHECKED, "--rollout_engine", RANDOM]))
+    def check(*more):
+        argv = [*CHECKED, "--rollout_engine", RANDOM, *more]
+        return check_rlhf(parse_config(RlhfConfig, argv))
 
     assert check().ppo.rollout_correction == "tis"
 
@@ -158,6 +159,9 @@ def test_options_are_those_that_the_engine_takes(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "check", refuse, raising=False)
     with pytest.raises(ValueError, match="^--top_p is nothing for dice$"):
         check()
+    monkeypatch.setattr(Engine, "needs_whole_weights", True, raising=False)
+    with pytest.raises(ValueError, match=f"{RANDOM} needs whole weights, which ZeRO 3 shards"):
+        check("--zero_stage", "3", "--actor_lora_dim", "4")
     given = ["--rollout_engine", RANDOM, "--merge_for_rollouts"]
     assert len(without_effect(parse_config(RlhfConfig, given))) == 1
 

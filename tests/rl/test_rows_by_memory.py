@@ -71,8 +71,7 @@ def test_rows_are_whole_groups_and_the_fullest_rank_decides(monkeypatch):
     ("batch", "rows"),
     [
         ({"max_num_seqs": 12}, 12),
-        ({"oversample": 1.5}, 24),
-        *[({"rollout_engine": "transformers"}, 16)] * bool(of_addon("engines.addon")),
+        *[({"rollout_engine": "vllm"}, 16)] * bool(of_addon("engines.addon")),
     ],
 )
 def test_numbers_shares_of_batches_and_other_engines_stay_as_they_are(batch, rows):

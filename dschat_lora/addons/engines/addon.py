@@ -1,4 +1,4 @@
-"""Rollout engines beside the run's own: servers, vLLM, transformers, and rollouts ahead."""
+"""Rollout engines beside the run's own: servers, vLLM, and rollouts ahead."""
 
 from dschat_lora.config.addons import Addon
 
@@ -9,7 +9,6 @@ ADDON = Addon(
     options={"rlhf": _OPTIONS, "distill": _OPTIONS},
     provides={
         "rollout_engine": {
-            "transformers": "dschat_lora.addons.engines.facts:TRANSFORMERS",
             "vllm": "dschat_lora.addons.engines.facts:VLLM",
             "http:": _SERVERS,
             "https:": _SERVERS,

@@ -150,27 +150,19 @@ class CompletionPool:
 
         self._with_each(check)
 
-    def begin(
-        self, bodies: Sequence[Body], *, group_size: int = 1, needed: int | None = None
-    ) -> Callable[[], list[ServerAnswer | None]]:
+    def begin(self, bodies: Sequence[Body]) -> Callable[[], list[ServerAnswer]]:
         """Have the servers answer requests for one response each; gives what waits for them.
 
         That returns answers in the order of the requests, and raises an EngineError if one is
         refused, or no server is left. Servers that were lost and are back take part again.
-
-        Args:
-            bodies: the requests, those of a prompt after one another.
-            group_size: requests of each prompt.
-            needed: as soon as so many prompts are answered the others are given up: None.
         """
-        needed = len(bodies) // group_size if needed is None else needed
-        wait = self._begin(bodies, self.servers, group_size=group_size, needed=needed)
+        wait = self._begin(bodies, self.servers)
 
-        def answers() -> list[ServerAnswer | None]:
-            drawn = wait()
-            if sum(answer is not None for answer in drawn) < needed * group_size:
+        def answers() -> list[ServerAnswer]:
+            answered = [each for each in wait() if each is not None]
+            if len(answered) < len(bodies):
                 raise self._none_left()
-            return drawn
+            return answered
 
         return answers
 
@@ -180,15 +172,10 @@ class CompletionPool:
             list(pool.map(do, self.servers))
 
     def _begin(
-        self,
-        bodies: Sequence[Body],
-        servers: Sequence[CompletionServer],
-        *,
-        group_size: int = 1,
-        needed: int = 1,
+        self, bodies: Sequence[Body], servers: Sequence[CompletionServer]
     ) -> Callable[[], list[ServerAnswer | None]]:
         """:meth:`begin` with these servers; answers are None too where all of them are lost."""
-        work = _Work([None] * len(bodies), group_size, needed)
+        work = _Work([None] * len(bodies))
         self._works.append(work)
 
         def begin() -> list[threading.Thread]:
@@ -213,7 +200,7 @@ class CompletionPool:
             self._works.remove(work)
             if work.refused is not None:
                 raise work.refused
-            return work.whole()
+            return work.answers
 
         return wait
 
@@ -285,27 +272,18 @@ class _Work:
     """Requests that wait, and answers that came; shared by the threads of one call."""
 
     answers: list[ServerAnswer | None]
-    group_size: int  # requests of a prompt, one after another
-    needed: int  # prompts
     refused: EngineError | None = None
     ended: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
-        self.waiting = deque(range(len(self.answers)))
-        self._missing = [self.group_size] * (len(self.answers) // self.group_size)  # of each prompt
-        self._answered: list[int] = []  # prompts, in the order in which they were
+        self.waiting, self._missing = deque(range(len(self.answers))), len(self.answers)
         self._connections: set[HTTPConnection] = set()
 
     @property
     def is_over(self) -> bool:
         """Whether no answer is wanted any more."""
-        return self.ended or self.refused is not None or len(self._answered) >= self.needed
-
-    def whole(self) -> list[ServerAnswer | None]:
-        """The answers to the prompts that were answered first, as many as are needed."""
-        kept = set(self._answered[: self.needed])
-        return [a if n // self.group_size in kept else None for n, a in enumerate(self.answers)]
+        return self.ended or self.refused is not None or not self._missing
 
     @contextmanager
     def using(self, connection: HTTPConnection) -> Iterator[None]:
@@ -338,10 +316,7 @@ class _Work:
         if answer is None:
             self.waiting.append(number)
         else:
-            group = number // self.group_size
-            self._missing[group] -= 1
-            if not self._missing[group]:
-                self._answered.append(group)
+            self._missing -= 1
         if self.is_over:
             self.end()
         self.changed.notify_all()

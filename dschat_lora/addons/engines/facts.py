@@ -12,12 +12,6 @@ def server_addresses(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.removesuffix("/v1").rstrip("/") for each in given))
 
 
-TRANSFORMERS = EngineFacts(
-    "its continuous batching",
-    make=f"{_HERE}.transformers_engine:transformers_engine",
-    needs_whole_weights=True,
-    same_model=True,
-)
 VLLM = EngineFacts(
     "which the run starts beside itself",
     make=f"{_HERE}.vllm_server:vllm_engine",
@@ -27,7 +21,6 @@ VLLM = EngineFacts(
     takes_adapter=True,
     same_model=True,
     can_run_ahead=True,
-    gives_up=True,
 )
 SERVERS = EngineFacts(
     "servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their "
@@ -42,7 +35,6 @@ SERVERS = EngineFacts(
     takes_adapter=True,
     same_model=True,
     can_run_ahead=True,
-    gives_up=True,
 )
 
 

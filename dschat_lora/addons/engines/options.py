@@ -43,7 +43,7 @@ class EngineOptions:
         None,
         help="directory that the servers of --rollout_engine see too, in which they find the "
         "adapter; default: one in memory, for servers on this machine",
-        when="not rollout_engine=own,transformers",
+        when="not rollout_engine=own",
     )
     rollout_timeout: float = option(
         600.0,

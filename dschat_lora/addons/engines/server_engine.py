@@ -6,7 +6,6 @@ import json
 import secrets
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,12 +168,8 @@ class ServerEngine:
             shutil.rmtree(known[each], ignore_errors=True)
         return {"name": name, "adapters": adapters, "lost": self._servers.lost}
 
-    def draw(
-        self, asked: Sequence[Asked], sampling: Sampling, *, needed: int | None = None
-    ) -> Pending[list[Drawn]]:
+    def draw(self, asked: Sequence[Asked], sampling: Sampling) -> Pending[list[Drawn]]:
         """Begin on responses by the adapter of the latest :meth:`publish`; other work may go on.
-
-        As soon as ``needed`` prompts are answered the others are given up, and have no tokens.
 
         Raises:
             EngineError: if a server's log-probabilities are others than those of what it draws
@@ -203,12 +198,11 @@ class ServerEngine:
         is_plain = drawn == {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         if bodies and asked[0].keeps_logprobs and sampling.do_sample and not is_plain:
             self._servers.check_logprobs(bodies[0])
-        size = max(Counter(row.group for row in asked).values(), default=1)
-        wait, name = self._servers.begin(bodies, group_size=size, needed=needed), self._name
+        wait, name = self._servers.begin(bodies), self._name
         self._waited_for.append(name)
 
         def responses() -> list[Drawn]:
             self._waited_for.remove(name)
-            return [Drawn(()) if a is None else Drawn(a.tokens, a.logprobs) for a in wait()]
+            return [Drawn(each.tokens, each.logprobs) for each in wait()]
 
         return responses

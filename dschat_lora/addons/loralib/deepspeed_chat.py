@@ -7,7 +7,7 @@ microsoft/DeepSpeedExamples. The layers are those of :mod:`dschat_lora.lora.laye
 import difflib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -188,11 +188,11 @@ def make_model_gradient_checkpointing_compatible(model: ModuleT) -> ModuleT:
     Raises:
         ValueError: if there is no embedding.
     """
-    of_transformers: Any = getattr(model, "enable_input_require_grads", None)
+    of_transformers: Callable[[], None] | None = getattr(model, "enable_input_require_grads", None)
     if of_transformers is not None:
         of_transformers()
         return model
-    known: Any = getattr(model, "get_input_embeddings", None)
+    known: Callable[[], nn.Module | None] | None = getattr(model, "get_input_embeddings", None)
     kinds = nn.Embedding | LoraEmbedding
     first = next((module for module in model.modules() if isinstance(module, kinds)), None)
     embedding = first if known is None else known()

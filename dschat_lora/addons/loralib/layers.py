@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,9 +93,9 @@ class Linear(FrozenLinear):
         lora_dropout: float = 0.0,
         fan_in_fan_out: bool = False,
         merge_weights: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
-        super().__init__(in_features, out_features, **kwargs)
+        super().__init__(in_features, out_features, **kwargs)  # type: ignore[arg-type]
         self._set_options(r, lora_alpha, lora_dropout, merge_weights)
         self.groups = None
         self._set_up(has_factors=r > 0, fan_in_fan_out=fan_in_fan_out)
@@ -122,9 +121,9 @@ class MergedLinear(FrozenLinear):
         merge_weights: bool = True,
         *,
         group_sizes: Sequence[int] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
-        super().__init__(in_features, out_features, **kwargs)
+        super().__init__(in_features, out_features, **kwargs)  # type: ignore[arg-type]
         self._set_options(r, lora_alpha, lora_dropout, merge_weights)
         self.enable_lora = list(enable_lora)
         self._group_sizes = group_sizes
@@ -163,9 +162,9 @@ class Embedding(nn.Embedding, LoRALayer):
         r: int = 0,
         lora_alpha: float = 1,
         merge_weights: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, **kwargs)
+        super().__init__(num_embeddings, embedding_dim, **kwargs)  # type: ignore[arg-type]
         self._set_options(r, lora_alpha, 0.0, merge_weights)
         if r > 0:
             if self.max_norm is not None:
@@ -199,7 +198,7 @@ class Embedding(nn.Embedding, LoRALayer):
         return self.scaling * (wide(self.lora_B) @ wide(self.lora_A)).t()
 
 
-class LoraConv(nn.Module):
+class ConvLoRA(nn.Module, LoRALayer):
     """``x -> conv(x, W) + b + scaling * conv(dropout(x), D)``, D the elements of B A in W's shape.
 
     For a kernel of k in each of d dimensions A is (r * k, in * k) and B
@@ -207,36 +206,43 @@ class LoraConv(nn.Module):
     pull request 157. Where the kernel's sizes differ, the last stands for k and the product of
     the others for k^(d - 1). The update is a convolution of its own, so that a base in 16 bits
     does not round it away. Unlike loralib's, dropout has an effect: on the update's input.
+    ``conv_module`` makes the base from the sizes and ``kwargs``.
 
     Attributes:
         conv: the base, whose kernel is frozen: its names in the state dict are those of loralib.
         weight: (out, in / groups, *kernel) of the base. bias: (out,) of the base, or None.
         lora_A, lora_B: float32; absent where r is 0, which gives the base.
-        scaling: factor of the update, ``lora_alpha / r``. dropout: on its input, in training.
+        scaling: factor of the update, ``lora_alpha / r``.
     """
 
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
 
     def __init__(
-        self, base: Conv, *, r: int, lora_alpha: float = 1.0, dropout: float = 0.0
+        self,
+        conv_module: Callable[..., Conv],
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        r: int = 0,
+        lora_alpha: float = 1,
+        lora_dropout: float = 0.0,
+        merge_weights: bool = True,
+        **kwargs: object,
     ) -> None:
-        """Adopt the parameters of ``base``; A is drawn from the global random state, B is zero."""
+        """A is drawn from the global random state, B is zero."""
         super().__init__()
-        self.kernel_size, self.stride, self.dilation = base.kernel_size, base.stride, base.dilation
-        self.in_channels, self.out_channels = base.in_channels, base.out_channels
-        self.groups, self.padding, self.padding_mode = base.groups, base.padding, base.padding_mode
+        self.conv = base = conv_module(in_channels, out_channels, kernel_size, **kwargs)
+        base.reset_parameters()  # loralib draws it twice; then the same seed gives its A
+        self._set_options(r, lora_alpha, lora_dropout, merge_weights)
         # In the order of F.pad: the last dimension first.
         self.padding_amounts = tuple(base._reversed_padding_repeated_twice)
-        self.conv = base
-        self.r, self.dropout = r, dropout
-        self.scaling = lora_alpha / r if r > 0 else 0.0
         if r > 0:
             self.weight.requires_grad_(False)
-            *others, last = self.kernel_size
-            rows = self.out_channels // self.groups * math.prod(others)
+            *others, last = base.kernel_size
+            rows = base.out_channels // base.groups * math.prod(others)
             empty = partial(torch.empty, dtype=torch.float32, device=self.weight.device)
-            self.lora_A = nn.Parameter(empty(r * last, self.in_channels * last))
+            self.lora_A = nn.Parameter(empty(r * last, base.in_channels * last))
             self.lora_B = nn.Parameter(empty(rows, r * last))
             nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # U(+-1/sqrt(columns))
             nn.init.zeros_(self.lora_B)
@@ -270,75 +276,47 @@ class LoraConv(nn.Module):
         output = self._convolve(x, self.weight, self.bias)
         if self.r == 0:
             return output
-        adapted = x
-        if self.training and self.dropout > 0:
-            adapted = x * draw_keep(x, self.dropout) / (1 - self.dropout)
+        adapted, dropout = x, self.lora_dropout.p
+        if self.training and dropout > 0:
+            adapted = x * draw_keep(x, dropout) / (1 - dropout)
         return output + self._convolve(adapted, self.delta().to(x.dtype), None)
 
     def delta(self) -> Tensor:
         """The update of ``weight``, in its shape, float32 or wider."""
-        wide = torch.promote_types(self.lora_B.dtype, torch.float32)
-        product = self.lora_B.to(wide) @ self.lora_A.to(wide)
-        return self.scaling * product.view(self.weight.shape)
+        return self.scaling * (wide(self.lora_B) @ wide(self.lora_A)).view(self.weight.shape)
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        function: Callable[..., Tensor] = getattr(F, f"conv{len(self.kernel_size)}d")
-        padding: str | int | tuple[int, ...] = self.padding
-        if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self.padding_amounts, mode=self.padding_mode), 0
-        return function(x, weight, bias, self.stride, padding, self.dilation, self.groups)
+        base = self.conv
+        function: Callable[..., Tensor] = getattr(F, f"conv{len(base.kernel_size)}d")
+        padding: str | int | tuple[int, ...] = base.padding
+        if base.padding_mode != "zeros":
+            x, padding = F.pad(x, self.padding_amounts, mode=base.padding_mode), 0
+        return function(x, weight, bias, base.stride, padding, base.dilation, base.groups)
 
     def extra_repr(self) -> str:
-        """Shape and adapter settings, for ``print(model)``."""
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, r={self.r}, "
-            f"scaling={self.scaling:g}, dropout={self.dropout:g}"
-        )
-
-
-class ConvLoRA(LoraConv, LoRALayer):
-    """A convolution of any kernel, see :class:`LoraConv`.
-
-    ``conv_module`` makes the base, :attr:`conv`, from the sizes and ``kwargs``.
-    """
-
-    def __init__(
-        self,
-        conv_module: Callable[..., Conv],
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, ...],
-        r: int = 0,
-        lora_alpha: float = 1,
-        lora_dropout: float = 0.0,
-        merge_weights: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        base = conv_module(in_channels, out_channels, kernel_size, **kwargs)
-        base.reset_parameters()  # loralib draws it twice; then the same seed gives its A
-        super().__init__(base, r=r, lora_alpha=lora_alpha, dropout=lora_dropout)
-        self._set_options(r, lora_alpha, lora_dropout, merge_weights)
+        """Adapter settings, for ``print(model)``, beside those of the base."""
+        return f"r={self.r}, scaling={self.scaling:g}"
 
 
 class Conv1d(ConvLoRA):
     """``nn.Conv1d`` with a low-rank update."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(nn.Conv1d, *args, **kwargs)
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(nn.Conv1d, *args, **kwargs)  # type: ignore[arg-type]
 
 
 class Conv2d(ConvLoRA):
     """``nn.Conv2d`` with a low-rank update."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(nn.Conv2d, *args, **kwargs)
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(nn.Conv2d, *args, **kwargs)  # type: ignore[arg-type]
 
 
 class Conv3d(ConvLoRA):
     """``nn.Conv3d`` with a low-rank update."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(nn.Conv3d, *args, **kwargs)
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(nn.Conv3d, *args, **kwargs)  # type: ignore[arg-type]
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -227,21 +227,21 @@ def match_names(model: nn.Module, file: LoraOnly) -> dict[str, str]:
     parameters = adapter_parameters(model)
     places = {loralib_name(name): name for name in parameters}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for key in file.tensors:
         spellings = (key, prefix + key, key.removeprefix(prefix))
         name = next((places[each] for each in spellings if each in places), None)
         if name is None:
             raise ValueError(f"{file.path} holds {key}, which the model has no place for")
-        found[key] = name
-    missing = sorted(parameters.keys() - found.values())
+        names[key] = name
+    missing = sorted(parameters.keys() - names.values())
     if missing:
         raise ValueError(f"{file.path} lacks {loralib_name(missing[0])}, which the model has")
-    for key, name in found.items():
+    for key, name in names.items():
         has, wants = tuple(file.tensors[key].shape), tuple(full_shape(parameters[name]))
         if has != wants:
             raise ValueError(f"{file.path}: {key} is {has}, the model has {wants}")
-    return found
+    return names
 
 
 def loralib_name(name: str) -> str:

@@ -12,32 +12,16 @@ it differs:
 * Factors are float32 whatever the base's type.
 """
 
-from dschat_lora.addons.loralib.layers import (
-    Conv1d,
-    Conv2d,
-    Conv3d,
-    ConvLoRA,
-    Embedding,
-    Linear,
-    LoRALayer,
-    MergedLinear,
-)
+from dschat_lora.addons.loralib.layers import Conv1d as Conv1d
+from dschat_lora.addons.loralib.layers import Conv2d as Conv2d
+from dschat_lora.addons.loralib.layers import Conv3d as Conv3d
+from dschat_lora.addons.loralib.layers import ConvLoRA as ConvLoRA
+from dschat_lora.addons.loralib.layers import Embedding as Embedding
+from dschat_lora.addons.loralib.layers import Linear as Linear
+from dschat_lora.addons.loralib.layers import LoRALayer as LoRALayer
+from dschat_lora.addons.loralib.layers import MergedLinear as MergedLinear
+from dschat_lora.addons.loralib.utils import lora_state_dict as lora_state_dict
 from dschat_lora.addons.loralib.utils import (
-    lora_state_dict,
-    mark_only_lora_as_trainable,
-    merged_copy,
+    mark_only_lora_as_trainable as mark_only_lora_as_trainable,
 )
-
-__all__ = [
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "ConvLoRA",
-    "Embedding",
-    "Linear",
-    "LoRALayer",
-    "MergedLinear",
-    "lora_state_dict",
-    "mark_only_lora_as_trainable",
-    "merged_copy",
-]
+from dschat_lora.addons.loralib.utils import merged_copy as merged_copy

@@ -40,16 +40,16 @@ class Spread:
 
 def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """The spread of every measure that all ``runs``, one or more, have as a number."""
-    found = {}
+    measures = {}
     for name in runs[0]:
         values = tuple(run[name] for run in runs if isinstance(run.get(name), int | float))
         if len(values) == len(runs):
             deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-            found[name] = Spread(statistics.median(values), deviation, values)
-    return found
+            measures[name] = Spread(statistics.median(values), deviation, values)
+    return measures
 
 
-def show_spreads(found: Mapping[str, Spread], *, runs: str) -> None:
+def show_spreads(measures: Mapping[str, Spread], *, runs: str) -> None:
     """Print a line for each measure; ``runs`` is the title of the single values."""
     rows = [
         (
@@ -57,7 +57,7 @@ def show_spreads(found: Mapping[str, Spread], *, runs: str) -> None:
             f"{each.median:.4f} +- {each.deviation:.4f}",
             " ".join(f"{value:.4f}" for value in each.values),
         )
-        for name, each in found.items()
+        for name, each in measures.items()
     ]
     for line in table(("measure", "median +- deviation", runs), rows):
         log_once(line)
@@ -143,7 +143,7 @@ def run_seeds(
         if code:
             raise SystemExit(code)
         runs.append(read_object(own / "run.json").get("results") or {})
-    found = spreads(runs)
-    report = {"seeds": list(seeds), "measures": {n: asdict(each) for n, each in found.items()}}
+    measures = spreads(runs)
+    report = {"seeds": list(seeds), "measures": {n: asdict(each) for n, each in measures.items()}}
     write_whole(home / "seeds.json", json.dumps(report, indent=2) + "\n")
-    show_spreads(found, runs=f"seeds {seeds[0]} to {seeds[-1]}")
+    show_spreads(measures, runs=f"seeds {seeds[0]} to {seeds[-1]}")

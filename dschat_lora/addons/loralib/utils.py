@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dschat_lora.addons.loralib.layers import Embedding, FrozenLinear, LoraConv, LoRALayer, wide
+from dschat_lora.addons.loralib.layers import ConvLoRA, Embedding, FrozenLinear, LoRALayer, wide
 from dschat_lora.lora.model import AdapterLayer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -65,9 +65,9 @@ def merged_copy(module: ModuleT) -> ModuleT:
     for name, layer in merged.named_modules():
         if isinstance(layer, AdapterLayer):
             raise ValueError(f"{name} was adapted by apply_lora: merge it by merged_state_dict")
-        if isinstance(layer, FrozenLinear | Embedding | LoraConv) and layer.r > 0:
+        if isinstance(layer, FrozenLinear | Embedding | ConvLoRA) and layer.r > 0:
             if hasattr(layer, "lora_A"):
-                owner = layer.conv if isinstance(layer, LoraConv) else layer
+                owner = layer.conv if isinstance(layer, ConvLoRA) else layer
                 weight = wide(layer.weight) + layer.delta()
                 owner.weight = nn.Parameter(weight.to(layer.weight.dtype))
                 del layer.lora_A, layer.lora_B

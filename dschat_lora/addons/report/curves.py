@@ -45,7 +45,6 @@ METRICS = (
     Metric("Response length", "tokens", "response_length", "response_length"),
     Metric("Responses that end by themselves", "%", "eos_rate", "eos_rate", share=True),
     Metric("Responses cut off at the limit", "%", "truncated_fraction", share=True, folded=True),
-    Metric("Prompts given up by over-sampling", "of an iteration", "cut_prompts", folded=True),
     Metric("Variance of returns the critic explains", "1 is all", "explained_variance"),
     Metric("Value loss", "", "value_loss", folded=True),
     Metric("Policy loss", "", "policy_loss", noise=1e-6, folded=True),

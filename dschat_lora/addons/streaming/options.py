@@ -78,10 +78,6 @@ class StreamingOptions:
 
         return with_large_hub_data_streamed(config)
 
-    @property
-    def at_once(self) -> tuple[int, str]:
-        return self.shuffle_buffer_size, "give a larger --shuffle_buffer_size"
-
     def hub_rows(self, source: "DataSource") -> Iterable[Mapping[str, Any]]:
         from dschat_lora.data.readers import load_hub
 

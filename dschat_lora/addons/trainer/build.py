@@ -349,10 +349,10 @@ def _read(parts: TrainerParts, directory: Path) -> str:
         raise ValueError(f"{directory} holds nothing that a Trainer has saved")
     verify(directory, kind="trainer")
     content = read_json(directory / "state.json")
-    for what, found in content["identity"].items():
-        if found != parts.identity[what]:
+    for what, theirs in content["identity"].items():
+        if theirs != parts.identity[what]:
             raise ValueError(
-                f"{directory} was saved by a Trainer with another {what} ({found}, here "
+                f"{directory} was saved by a Trainer with another {what} ({theirs}, here "
                 f"{parts.identity[what]})"
             )
     return json.dumps(content)

@@ -19,7 +19,7 @@ from dschat_lora.algos.importance import importance_weights
 from dschat_lora.algos.kl import KL_ESTIMATORS
 from dschat_lora.algos.ppo import policy_loss
 from dschat_lora.config.held import held
-from dschat_lora.config.options import build_config, options_in_python
+from dschat_lora.config.options import ConfigT, build_config, options_in_python
 from dschat_lora.config.parser import unknown_option
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.rl.options.algorithms import ALGORITHMS, Algorithm, PpoConfig, find_algorithm
@@ -66,18 +66,18 @@ class Loss:
             size = len(sequence["tokens"])
             weights = tables["weights"][row, :size].clone()
             weights[0] = 0
-            found: object = self.token_loss(logprobs[row, :size], sequence)
-            if not isinstance(found, Tensor) or found.shape != (size,):
-                kind = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            values: object = self.token_loss(logprobs[row, :size], sequence)
+            if not isinstance(values, Tensor) or values.shape != (size,):
+                kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ValueError(
                     f"a loss of your own must return a ({size},) tensor, one value for each token "
                     f"of the sequence, got {kind}"
                 )
-            if not found.requires_grad:
+            if not values.requires_grad:
                 raise ValueError(
                     "a loss of your own must depend on the log-probabilities that it is given"
                 )
-            losses.append((weights * torch.where(weights > 0, found, 0)).sum())
+            losses.append((weights * torch.where(weights > 0, values, 0)).sum())
         return torch.stack(losses).sum()
 
 
@@ -136,7 +136,7 @@ def _check_names(loss: str, options: Mapping[str, Any], known: Sequence[str]) ->
             raise TypeError(f"loss {loss!r}: {unknown_option(f'--{name}', known)}")
 
 
-def _config(config_class: type[Any], options: Mapping[str, Any], **more: Any) -> Any:
+def _config(config_class: type[ConfigT], options: Mapping[str, Any], **more: object) -> ConfigT:
     """The command line's options of a loss, checked as if typed."""
     return build_config(config_class, {**options_in_python(config_class, options), **more})
 
@@ -175,7 +175,7 @@ def _policy(name: str, config: PpoConfig, surrogate: Callable[..., Any]) -> Loss
 
 
 def _dpo(config: DpoConfig) -> Loss:
-    loss_type: Any = config.loss_type
+    loss_type = config.loss_type
     if loss_type not in ("sigmoid", "ipo", "hinge"):
         raise ValueError(
             f"--loss_type {loss_type}: loss 'dpo' has sigmoid, ipo and hinge; write others as a "
@@ -193,7 +193,7 @@ def _dpo(config: DpoConfig) -> Loss:
             logratios[::2],
             logratios[1::2],
             beta=config.beta,
-            loss_type=loss_type,
+            loss_type=loss_type,  # type: ignore[arg-type]
             label_smoothing=config.label_smoothing,
         )
         return losses.sum()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.segments import Spans
@@ -21,7 +22,7 @@ _WHAT = "a list of numbers, one for each of its tokens"
 
 
 @dataclass(frozen=True)
-class TokenSequence:
+class TrainerSequence:
     """A sequence that was checked."""
 
     given: Mapping[str, Any]  # as it came
@@ -72,7 +73,7 @@ def check_sequences(
     max_length: int | None,
     needed: Collection[str] = (),
     loss: str = "",
-) -> list[TokenSequence]:
+) -> list[TrainerSequence]:
     """The sequences, checked, with the numbers that are ``needed``, such as ``weights``.
 
     Raises:
@@ -83,7 +84,7 @@ def check_sequences(
             f"sequences must be a list of dicts such as {{'tokens': [1, 2], 'weights': [0, 1]}}, "
             f"got {type(sequences).__name__}"
         )
-    found = []
+    checked = []
     for number, given in enumerate(sequences):
         where = f"sequences[{number}]"
         if not isinstance(given, Mapping):
@@ -104,8 +105,8 @@ def check_sequences(
             raise ValueError(
                 f"{where}['weights'] must be 0 or more, 0 where a token does not count"
             )
-        found.append(TokenSequence(given, tokens, numbers))
-    return found
+        checked.append(TrainerSequence(given, tokens, numbers))
+    return checked
 
 
 def check_tokens(tokens: object, *, vocab_size: int, where: str) -> Tensor:
@@ -134,14 +135,14 @@ def _numbers(values: object, count: int, where: str) -> Tensor:
         raise ValueError(f"{where} must be {_WHAT}, got {values!r:.60}")
     if len(array) != count:
         raise ValueError(f"{where} has {len(array)} values for {count} tokens; it must be {_WHAT}")
-    found = torch.from_numpy(array.astype(np.float32))
-    if not bool(found.isfinite().all()):
-        bad = int((~found.isfinite()).nonzero()[0])
+    numbers = torch.from_numpy(array.astype(np.float32))
+    if not bool(numbers.isfinite().all()):
+        bad = int((~numbers.isfinite()).nonzero()[0])
         raise ValueError(f"{where}[{bad}] is {array[bad]}, which is no finite number")
-    return found
+    return numbers
 
 
-def _array(values: object) -> Any:
+def _array(values: object) -> NDArray[Any] | None:
     """An array of a list, array or tensor; None of what is neither, or ragged."""
     if isinstance(values, Tensor):
         return values.detach().cpu().numpy()
@@ -154,7 +155,7 @@ def _array(values: object) -> Any:
 
 
 def make_batches(
-    sequences: Sequence[TokenSequence], *, size: int, unit: int, pad_id: int, counted_only: bool
+    sequences: Sequence[TrainerSequence], *, size: int, unit: int, pad_id: int, counted_only: bool
 ) -> list[SequenceBatch]:
     """Batches of up to ``size`` units of ``unit`` consecutive sequences, the longest ones first.
 
@@ -171,7 +172,7 @@ def make_batches(
 
 
 def make_batch(
-    sequences: Sequence[TokenSequence],
+    sequences: Sequence[TrainerSequence],
     numbers: Sequence[int],
     *,
     pad_id: int,

@@ -36,7 +36,7 @@ from dschat_lora.addons.trainer.sampling import (
 )
 from dschat_lora.addons.trainer.sequences import (
     SequenceBatch,
-    TokenSequence,
+    TrainerSequence,
     check_sequences,
     check_tokens,
     make_batch,
@@ -88,7 +88,7 @@ class Trainer:
     """
 
     @with_options(TrainerConfig, only=OPTIONS)
-    def __init__(self, model: Model | None = None, **options: Any) -> None:
+    def __init__(self, model: Model | None = None, **options: object) -> None:
         """Load the model, put in or continue its adapter, and build its engine."""
         self._parts: TrainerParts | None = None
         self._parts = open_parts(*check_options(model, options))
@@ -133,7 +133,7 @@ class Trainer:
         self,
         sequences: Sequence[Mapping[str, Any]],
         loss: str | TokenLoss = "cross_entropy",
-        **options: Any,
+        **options: object,
     ) -> float:
         """Add the gradient of the mean loss of ``sequences`` to those since the last step.
 
@@ -154,11 +154,11 @@ class Trainer:
             ValueError: for sequences or an option that cannot be used, on every rank.
         """
         parts = self._open()
-        chosen, found = raise_together(lambda: self._checked(sequences, loss, options))
-        total = _total_weight(found, chosen)
+        chosen, checked = raise_together(lambda: self._checked(sequences, loss, options))
+        total = _total_weight(checked, chosen)
         batches = self._same_number(
             make_batches(
-                found,
+                checked,
                 size=parts.config.batch.per_device_train_batch_size,
                 unit=chosen.sequences_per_unit,
                 pad_id=parts.pad_id,
@@ -166,7 +166,7 @@ class Trainer:
             )
         )
         try:
-            summed = self._backward(batches, found, chosen, total)
+            summed = self._backward(batches, checked, chosen, total)
         except BaseException:
             # Those of some of the batches are no gradient of anything.
             if world_size() == 1:
@@ -208,22 +208,22 @@ class Trainer:
         Without dropout. ``tokens`` is all that is read of a sequence.
         """
         parts = self._open()
-        found = raise_together(lambda: self._sequences(sequences, ()))
+        checked = raise_together(lambda: self._sequences(sequences, ()))
         batches = make_batches(
-            found,
+            checked,
             size=parts.config.batch.per_device_eval_batch_size,
             unit=1,
             pad_id=parts.pad_id,
             counted_only=False,
         )
         parts.engine.eval()
-        result = [torch.zeros(0)] * len(found)
+        result = [torch.zeros(0)] * len(checked)
         with self._casts.in_use():
             for batch in self._same_number(batches):
                 batch = batch.to(parts.engine.device)
                 table = batch.table(parts.engine(*batch.inputs)).cpu()
                 for row, number in enumerate(batch.numbers):
-                    result[number] = table[row, : len(found[number])].clone()
+                    result[number] = table[row, : len(checked[number])].clone()
         return result
 
     @torch.no_grad()
@@ -370,21 +370,21 @@ class Trainer:
 
     def _checked(
         self, sequences: object, loss: object, options: Mapping[str, Any]
-    ) -> tuple[Loss, list[TokenSequence]]:
+    ) -> tuple[Loss, list[TrainerSequence]]:
         chosen = make_loss(loss, options)
-        found = self._sequences(sequences, chosen.reads, loss=f"loss {chosen.name!r}")
-        if len(found) % chosen.sequences_per_unit:
+        checked = self._sequences(sequences, chosen.reads, loss=f"loss {chosen.name!r}")
+        if len(checked) % chosen.sequences_per_unit:
             raise ValueError(
                 f"loss {chosen.name!r} reads pairs, the chosen sequence before the rejected one, "
-                f"and {len(found)} sequences are no pairs"
+                f"and {len(checked)} sequences are no pairs"
             )
-        if not found and world_size() == 1:
+        if not checked and world_size() == 1:
             raise ValueError("sequences is empty: there is nothing to learn from")
-        return chosen, found
+        return chosen, checked
 
     def _sequences(
         self, sequences: object, needed: Sequence[str], loss: str = ""
-    ) -> list[TokenSequence]:
+    ) -> list[TrainerSequence]:
         parts = self._open()
         return check_sequences(
             sequences,
@@ -403,7 +403,7 @@ class Trainer:
     def _backward(
         self,
         batches: Sequence[SequenceBatch],
-        found: Sequence[TokenSequence],
+        sequences: Sequence[TrainerSequence],
         loss: Loss,
         total: float,
     ) -> float:
@@ -417,7 +417,7 @@ class Trainer:
                 logprobs = engine(*batch.inputs)
                 part = logprobs.sum()  # the graph of each pass spans the model
                 if batch.numbers:
-                    given = [found[number].given for number in batch.numbers]
+                    given = [sequences[number].given for number in batch.numbers]
                     part = loss(batch.table(logprobs), batch.tables, given) + 0.0 * part
                 summed += part.detach()
                 engine.backward(broken_unless_finite(part / total, part.detach()), last=False)
@@ -432,7 +432,7 @@ class Trainer:
         engine.train()
         with self._dropout_seed():
             # Two tokens, of which the second is predicted.
-            shortest = TokenSequence({}, torch.full((2,), pad_id), {})
+            shortest = TrainerSequence({}, torch.full((2,), pad_id), {})
             batch = make_batch([shortest], [0], pad_id=pad_id, counted_only=False)
             loss = engine(*batch.to(engine.device).inputs).sum() * factor
             engine.backward(loss, last=True)
@@ -458,7 +458,7 @@ class Trainer:
             yield
 
 
-def _total_weight(sequences: Sequence[TokenSequence], loss: Loss) -> float:
+def _total_weight(sequences: Sequence[TrainerSequence], loss: Loss) -> float:
     """What divides the loss: weights of tokens that count, or the number of pairs, of all ranks.
 
     Raises:

@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 class Drawn(NamedTuple):
     """A response that an engine has drawn."""
 
-    tokens: Sequence[int]  # its end included; none: it was given up
+    tokens: Sequence[int]  # its end included
     # in nats, in the distribution that the tokens were drawn from; None: they are not known
     logprobs: Sequence[float] | None = None
 
@@ -73,14 +73,8 @@ class RolloutEngine(Protocol):
     def publish(self, actor: AdaptedModel, version: int) -> None:
         """Take the weights, once they have learnt from ``version`` iterations; on every rank."""
 
-    def draw(
-        self, asked: Sequence[Asked], sampling: Sampling, *, needed: int | None = None
-    ) -> Pending[Sequence[Drawn]]:
-        """Begin on this rank's responses; what is returned gives them, in order.
-
-        ``needed`` is given to engines that say ``gives_up``: as soon as so many prompts have all
-        their responses, the others may be left without tokens.
-        """
+    def draw(self, asked: Sequence[Asked], sampling: Sampling) -> Pending[Sequence[Drawn]]:
+        """Begin on this rank's responses; what is returned gives them, in order."""
 
     def pause(self) -> None:
         """All responses are drawn, until the weights have changed; on every rank."""
@@ -119,12 +113,11 @@ class Drawing(Protocol):
     keeps: bool = False
     released: bool = False
 
-    def decoding(self, *, cuts: bool = False) -> AbstractContextManager[tuple[Begin, int | None]]:
+    def decoding(self) -> AbstractContextManager[tuple[Begin, int | None]]:
         """A context of what begins on turns, and of how many at a time; None: all of them.
 
-        Call on every rank. ``cuts`` says that some prompts will be given up. Called as a
-        :class:`~dschat_lora.generation.generate.Decoder` is, it gives what waits for a
-        :class:`DecodedTurn` of each seed, without tokens where it was given up.
+        Call on every rank. Called as a :class:`~dschat_lora.generation.generate.Decoder` is, it
+        gives what waits for a :class:`DecodedTurn` of each seed.
         """
 
     def release(self) -> None:
@@ -166,7 +159,7 @@ class EngineDecoder(Drawing):
             site.run.closing.callback(engine.close)
 
     @contextmanager
-    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Begin, int | None]]:
+    def decoding(self) -> Iterator[tuple[Begin, int | None]]:
         """Within, :meth:`begin` by the present weights; call on every rank.
 
         Raises:
@@ -188,7 +181,6 @@ class EngineDecoder(Drawing):
         limits: Sequence[int] | None = None,
         prefixes: Sequence[tuple[int, int]] | None = None,
         keep_logprobs: bool = False,
-        needed: int | None = None,
     ) -> Pending[list[DecodedTurn]]:
         """Begin on as many responses to each prompt as it has seeds, prompt after prompt.
 
@@ -203,13 +195,12 @@ class EngineDecoder(Drawing):
             for group, (prompt, own, bound) in enumerate(zip(prompts, seeds, bounds, strict=True))
             for seed in own
         ]
-        more = {} if needed is None else {"needed": needed}
-        pending, failure = _tried(partial(self.engine.draw, asked, sampling, **more))
+        pending, failure = _tried(partial(self.engine.draw, asked, sampling))
 
         def responses() -> list[DecodedTurn]:
             turns, later = list[DecodedTurn](), failure
             if failure is None:
-                turns, later = _tried(partial(self._checked, pending, asked, sampling, needed))
+                turns, later = _tried(partial(self._checked, pending, asked, sampling))
             self._raise_together(later)
             return turns
 
@@ -220,7 +211,6 @@ class EngineDecoder(Drawing):
         pending: Pending[Sequence[Drawn]] | Sequence[Drawn],
         asked: Sequence[Asked],
         sampling: Sampling,
-        needed: int | None,
     ) -> list[DecodedTurn]:
         """What was drawn, cut at its ends.
 
@@ -242,7 +232,7 @@ class EngineDecoder(Drawing):
             fault = self._fault(row, own, known)
             if logprobs is None and self._site.config.ppo.use_rollout_logprobs:
                 fault = "gave no log-probabilities: --use_rollout_logprobs needs them"
-            if not own and needed is None:
+            if not own:
                 fault = fault or "drew a response without tokens"
             if fault:
                 raise EngineError(f"{self._where} {fault}")

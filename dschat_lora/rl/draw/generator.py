@@ -59,15 +59,12 @@ class Generator:
         num_generations: int,
         key: Key,
         keep_logprobs: bool = False,
-        needed: int | None = None,
     ) -> list[Response]:
         """``num_generations`` responses to each prompt, prompt after prompt, on every rank.
 
         The prompts are the same on every rank; each data rank answers a share of them. ``key`` is
         that of the random numbers, of which each response has its own. ``keep_logprobs`` keeps the
         decode loop's log-probabilities, of the policy and of what was drawn from.
-        Where ``needed`` of the prompts are enough, the others, whose responses end last, get none:
-        each batch has its share of them.
 
         Raises:
             BrokenWeightsError: if a token could not be drawn, as a weight is not finite, or one of
@@ -79,13 +76,12 @@ class Generator:
         prompts = self.player.begin(prompts, mine, num_generations, key)
         tasks = _tasks(prompts, num_generations)
         own: list[Response] = []
-        with self.engine.decoding(cuts=needed is not None) as (begin, at_a_time):
+        with self.engine.decoding() as (begin, at_a_time):
             rows = self._batch_size if self.player.in_batches else at_a_time
             at_a_time = max(1, len(order) if rows is None else rows // num_generations)
             for first in range(0, len(order[:: data_world_size()]), at_a_time):
                 numbers = mine[first : first + at_a_time]
                 draw = self._draw(begin, sampling, key, num_generations, keep_logprobs)
-                draw.needed = _share_of(needed, numbers, mine)
                 of_batch = [each for n in numbers for each in tasks[n]]
                 own += self.player.play(of_batch, draw, key=draw.key)
         responses = self._share(own, tasks, sampling)
@@ -103,7 +99,6 @@ class Generator:
         *,
         num_generations: int,
         key: Key,
-        needed: int | None = None,
     ) -> Pending[list[Response]]:
         """Begin on what a call gives, with log-probabilities; what is returned waits for that.
 
@@ -112,9 +107,8 @@ class Generator:
         assert not self.player.several_turns, "turns are asked for one after another"
         mine = _by_length(prompts)[data_rank() :: data_world_size()]
         tasks = _tasks(prompts, num_generations)
-        with self.engine.decoding(cuts=needed is not None) as (begin, _):
+        with self.engine.decoding() as (begin, _):
             draw = self._draw(begin, sampling, key, num_generations, keep_logprobs=True)
-            draw.needed = _share_of(needed, mine, mine)
             wait = draw.begin([each for n in mine for each in tasks[n]])
         return lambda: self._share(wait(), tasks, sampling)
 
@@ -147,15 +141,6 @@ class Generator:
 def _by_length(prompts: Sequence[PromptSample]) -> list[int]:
     """Numbers of the prompts, the longest first."""
     return sorted(range(len(prompts)), key=lambda n: -len(prompts[n].input_ids))
-
-
-def _share_of(needed: int | None, batch: Sequence[int], mine: Sequence[int]) -> int | None:
-    """How many prompts of a batch are needed, of this rank's and of all that are, in order."""
-    if needed is None or not batch:
-        return needed
-    own = len(range(needed)[data_rank() :: data_world_size()])
-    first = mine.index(batch[0])
-    return own * (first + len(batch)) // len(mine) - own * first // len(mine)
 
 
 def _tasks(prompts: Sequence[PromptSample], count: int) -> list[list[Response]]:

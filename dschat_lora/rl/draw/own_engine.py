@@ -79,17 +79,13 @@ class OwnEngine(Drawing):
         )
 
     @contextmanager
-    def decoding(self, *, cuts: bool = False) -> Iterator[tuple[Begin, int | None]]:
-        """Within, what decodes, and how many responses at a time; None: all of them.
-
-        A decoder that refills its rows takes all. Where some will be given up (``cuts``) that would
-        be the last ones of the queue, however short their responses.
-        """
+    def decoding(self) -> Iterator[tuple[Begin, int | None]]:
+        """Within, what decodes, and how many responses at a time; None: all, by refilled rows."""
         try:
             with self._weights() as (model, keep_going):
                 if id(model) not in self._decoders:
                     check_cache(model)
-                refills = not (keep_going or cuts or self._has_turns)
+                refills = not (keep_going or self._has_turns)
                 refills = refills and self._decoder(model).refills
                 before = self._at_a_time
                 self._may_narrow = refills and self._by_memory and self._is_whole
@@ -190,11 +186,9 @@ class OwnEngine(Drawing):
 
 
 def decoded_turns(drawn: Responses, keep_logprobs: bool) -> list[DecodedTurn]:
-    """What the decode loop drew; what was given up has no tokens."""
+    """What the decode loop drew."""
     tokens = drawn.tokens()
     own = sampler = [list[float]() for _ in tokens]
     if keep_logprobs:
         own, sampler = drawn.logprobs(), drawn.sampler_logprobs()
-    nothing = DecodedTurn([], [], [], undrawn=False)
-    turns = zip(map(DecodedTurn, tokens, own, sampler, drawn.undrawn()), drawn.cut, strict=True)
-    return [nothing if cut else turn for turn, cut in turns]
+    return [*map(DecodedTurn, tokens, own, sampler, drawn.undrawn())]

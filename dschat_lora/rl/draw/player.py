@@ -37,7 +37,6 @@ class Draw:
         keep_logprobs: whether they are kept.
         is_end: whether a token ends a turn.
         find_end: after how many tokens the text of a turn ends, if it does.
-        needed: prompts that are enough, of those whose responses are drawn.
         asks_once: whether the first of the processes that hold one model between them asks.
     """
 
@@ -48,7 +47,6 @@ class Draw:
     keep_logprobs: bool
     is_end: Callable[[int], bool]
     find_end: Callable[[Sequence[int]], int | None]
-    needed: int | None = None
     asks_once: bool = False
     _num_turns: dict[int, int] = field(default_factory=dict)  # by place
     # What was drawn last, by sequence: the decoder's row, and all tokens.
@@ -59,7 +57,7 @@ class Draw:
     ) -> list[Response]:
         """The responses with a further turn of the actor each, of at most so many tokens.
 
-        None, where others are enough. Those without room for a token stay as they are.
+        Those without room for a token stay as they are.
         """
         return self.begin(responses, limits)()
 
@@ -87,19 +85,12 @@ class Draw:
             whole = dict(enumerate(responses))
             for (n, each), turn in zip(open_ones.items(), turns, strict=True):
                 whole[n] = each.with_turn(turn.cut(self.is_end, self.find_end))
-            if self.needed is None:
-                return [*whole.values()]
-            sizes = dict[int, list[int]]()
-            for each, turn in zip(responses, turns, strict=True):
-                sizes.setdefault(each.group, []).append(len(turn.tokens))
-            left = {group: max(own) for group, own in sizes.items() if all(own)}
-            kept = {*sorted(left, key=left.__getitem__)[: self.needed]}
-            return [each for each in whole.values() if each.group in kept]
+            return [*whole.values()]
 
         return drawn
 
     def ask(self, asked: Sequence[AskedTurn]) -> Callable[[], list[DecodedTurn]]:
-        """What waits for the turns as they are decoded, without tokens where they were given up.
+        """What waits for the turns as they are decoded.
 
         Turns of a group with equal tokens before them are read once, where each comes as often.
         """
@@ -120,8 +111,6 @@ class Draw:
             options["limits"] = [self.max_tokens if n is None else n for n in limits]
         if prefixes and len(prefixes) == len(first):
             options["prefixes"] = prefixes
-        if self.needed is not None:
-            options["needed"] = self.needed
         wait = self.decode(
             [list(each.ids) for each in first],
             seeds=[[asked[n].seed for n in own] for own in places.values()],

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.engine.distributed import data_world_size
-from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
+from dschat_lora.rl.options.config import RolloutConfig
 from dschat_lora.rl.response.response import Response
 
 Pool = SourcedSamples | Sequence[Any]
@@ -132,8 +132,7 @@ class PromptOrder:
 class Draws:
     """What is drawn for an iteration."""
 
-    prompts: Sequence[PromptSample]  # whose responses are begun, those of the iteration first
-    needed: int | None  # how many of them are enough; None: all are needed
+    prompts: Sequence[PromptSample]
     further: Iterator[PromptSample]  # those to ask next, each once
     answers: Sequence[Response] = ()  # of data, which are learnt from beside those drawn
 
@@ -141,19 +140,3 @@ class Draws:
 def prompts_per_iteration(batch: RolloutConfig) -> int:
     """Prompts of an iteration over all processes."""
     return batch.responses * data_world_size() // batch.num_generations
-
-
-def check_others(config: RlhfConfig, num_prompts: int) -> None:
-    """Refuse over-sampling of data of which no more is known at a time than one iteration's.
-
-    Raises:
-        ValueError: naming ``--oversample``.
-    """
-    batch, known, remedy = config.batch, num_prompts, "give more prompts"
-    if config.data.tail is not None:
-        known, remedy = config.data.tail.at_once
-    if batch.oversample > 1 and known <= prompts_per_iteration(batch):
-        raise ValueError(
-            f"--oversample {batch.oversample:g} begins further prompts than the {known} of an "
-            f"iteration, and there are no others: {remedy}, or fewer --generation_batches"
-        )

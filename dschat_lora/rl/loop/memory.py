@@ -73,9 +73,8 @@ def decoding_by_memory(
     fullest. Nothing changes where ``--max_num_seqs`` is a number, or auto goes by the batch.
     """
     batch = config.batch
-    goes_by_batch = batch.max_num_seqs != "auto" or batch.oversample > 1 or config.players
-    own = batch.engine.decodes_actor and not batch.engine.batches_itself
-    if plan is None or device_type() != "cuda" or goes_by_batch or not own:
+    goes_by_batch = batch.max_num_seqs != "auto" or config.players
+    if plan is None or device_type() != "cuda" or goes_by_batch or not batch.engine.decodes_actor:
         return config, plan
     if any(block.has_state for block in describe(model).blocks):
         return config, plan  # a row's states have a size that is not known
@@ -118,9 +117,9 @@ def recorded_bytes(config: RlhfConfig, model: PreTrainedModel) -> int:
     They are of one size at a time, as one's memory is the others' too; their logits are in fp32.
     """
     batch = config.batch
-    is_refilled = max(batch.responses, config.eval_prompts) > batch.rows_decoded
-    own = batch.engine.decodes_actor and not batch.engine.batches_itself
-    if device_type() != "cuda" or group_of(model) is not None or not (own and is_refilled):
+    own, most_rows = batch.engine.decodes_actor, max(batch.responses, config.eval_prompts)
+    is_refilled = own and most_rows > batch.rows_decoded
+    if device_type() != "cuda" or group_of(model) is not None or not is_refilled:
         return 0
     columns = cache_columns(config)
     columns += -columns % COLUMN_BUCKET

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -77,11 +76,9 @@ class RolloutSampler:
         phase = self.timer.phase
         with phase("generation"):
             draws, begun = self.draws_of(iteration), self._rollouts
-            drawn = begun() if begun else self._generate(draws.prompts, needed=draws.needed)
-            places = {n: place for place, n in enumerate(sorted({each.group for each in drawn}))}
-            drawn = self._generator.player.checked(drawn)
-            responses = [replace(each, group=places[each.group]) for each in drawn]
-            first = draws.needed or len(draws.prompts)
+            drawn = begun() if begun else self._generate(draws.prompts)
+            responses = [*self._generator.player.checked(drawn)]
+            first = len(draws.prompts)
             responses += [replace(each, group=n) for n, each in enumerate(draws.answers, first)]
             responses = self._setup.reference.reading(responses)
         scores, metrics = None, dict[str, float]()
@@ -98,8 +95,6 @@ class RolloutSampler:
                 score=phase("scoring")(scores_of),
             )
             responses, scores, metrics = resampled
-        if draws.needed is not None:
-            metrics["cut_prompts"] = len(draws.prompts) - draws.needed
         metrics |= version_metrics(responses, iteration)
         self._metrics = metrics | source_metrics(responses, self._told)
         self._generator.engine.make_room()
@@ -120,31 +115,26 @@ class RolloutSampler:
     def begin(self, draws: Draws, iteration: int) -> Pending[list[Response]]:
         """What waits for the responses of an iteration, which are begun on."""
         key = (self._config.run.seed, iteration)
-        return self._generator.begin(draws.prompts, key=key, needed=draws.needed, **self._how)
+        return self._generator.begin(draws.prompts, key=key, **self._how)
 
     def _make_draws(self, iteration: int) -> Draws:
         """What is drawn for an iteration: a function of its number."""
         config, block = self._config, self.source.block(iteration)
-        prompts, needed = [*block], None
+        prompts = [*block]
         further = block.others("further prompts", config.run.seed, iteration)
         answers = list[Response]()
         if self._answers is not None:
             pool = self._answers.block(iteration).pool
             prompts, answers = self._setup.reference.mixed(prompts, pool, iteration=iteration)
-        if config.batch.oversample > 1:
-            needed = len(prompts)
-            prompts += islice(further, config.batch.oversampled(needed) - needed)
-        return Draws(prompts, needed, further, answers)
+        return Draws(prompts, further, answers)
 
-    def _generate(
-        self, prompts: Sequence[PromptSample], *more: int | str, needed: int | None = None
-    ) -> list[Response]:
-        """Responses to the prompts, to the ``needed`` that end first; ``more`` is of the seed."""
+    def _generate(self, prompts: Sequence[PromptSample], *more: int | str) -> list[Response]:
+        """Responses to the prompts; ``more`` is of the seed."""
         if not prompts:
             return []
         iteration = self.progress.iteration
         key = (self._config.run.seed, iteration, *more)
-        drawn = self._generator(prompts, key=key, keep_logprobs=True, needed=needed, **self._how)
+        drawn = self._generator(prompts, key=key, keep_logprobs=True, **self._how)
         return drawn if self._rollouts is None else [each.drawn_by(iteration) for each in drawn]
 
 

@@ -18,7 +18,6 @@ from dschat_lora.models.loading import Tokenizer, attention_note, load_config, l
 from dschat_lora.models.option_checks import position_limit
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.draw.player import AsksForColumns, OneTurn, Player
-from dschat_lora.rl.draw.source import check_others
 from dschat_lora.rl.learn.reference import ActorAsItWas, Answers, Reference
 from dschat_lora.rl.learn.roles import Models, Roles, build_roles, check_layers, role_settings
 from dschat_lora.rl.loop.memory import (
@@ -156,7 +155,6 @@ def _read_data(
     columns = {*json.loads(prompts.train[0].columns or b"{}")}
     for each in asking:
         each.check_columns(columns)
-    check_others(config, len(prompts.train))
 
     def read(data: DataConfig, name: str, remedy: str) -> Prepared:
         prepared = read_data(data, tokenizer, run, phase=3, kind="samples", name=name)

@@ -341,18 +341,6 @@ def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_source_is_kept(config.run, source)
 
 
-def check_rollouts(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse over-sampling where the engine or other options rule it out."""
-    batch, name = config.batch, config.batch.rollout_engine
-    if batch.oversample > 1 and (config.players or not batch.engine.gives_up):
-        own = [f"--{option}" for player in config.players for option in player.plays]
-        own += [] if batch.engine.gives_up else [f"--rollout_engine {name}"]
-        raise ValueError(
-            f"--oversample {batch.oversample:g} gives up responses on the way, which "
-            f"{' and '.join(own)} cannot: leave it out"
-        )
-
-
 def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     """With the correction that the engine needs; one that cannot be used is refused."""
     batch, name, engine = config.batch, config.batch.rollout_engine, config.batch.engine
@@ -410,7 +398,6 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_output_dir,
     check_sources_are_kept,
     lambda config, _: through_addons(config, "check"),
-    check_rollouts,
     with_rollout_engine,
     announce,
     note_options,

@@ -29,7 +29,7 @@ of_calls = partial(option, when="reward_function")
 def _where_counted(value: Callable[[str], Any]) -> str:
     """A message where nothing here counts the responses that are decoded at a time."""
     engine, name = value("engine"), value("rollout_engine")
-    if not engine.batches_itself or engine.decodes_actor or value("players"):
+    if not engine.batches_itself or value("players"):
         return ""
     return no_effect("max_num_seqs", f" with --rollout_engine {name}, which batches them itself")
 
@@ -52,7 +52,7 @@ class RolloutConfig:
         "auto",
         help="responses that a device decodes at a time, which changes none of them; auto: on a "
         "GPU as many as its free memory holds, on a CPU a generation batch\nauto is a generation "
-        "batch with --oversample, whose choice depends on it, and of episodes",
+        "batch of episodes",
         when=_where_counted,
     )
     per_device_training_batch_size: int = option(
@@ -73,11 +73,6 @@ class RolloutConfig:
         "--per_device_generation_batch_size"
     )
     rollout_engine: str = option("own", help=engines_help(), runs="part")
-    oversample: float = option(
-        1.0,
-        help="begin the responses to so many times the prompts of an iteration, and end when those "
-        "to enough of them are whole: the longest are given up, with all responses to their prompt",
-    )
     merge_for_rollouts: bool = option(
         False,
         help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
@@ -116,7 +111,6 @@ class RolloutConfig:
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         for name in ("stop_tokens", "stop_strings"):
             require(all(getattr(self, name)), name, "", "texts that are not empty")
-        require_numbers(self, "in [1, 10]", "oversample")  # each holds its keys and values
         require_numbers(self, "in [0, 1]", "refill_share")
         check_engine(self.rollout_engine)
         if self.num_generations is None:
@@ -146,15 +140,10 @@ class RolloutConfig:
 
     @property
     def rows_decoded(self) -> int:
-        """Responses that a device decodes at a time, those that are given up among them."""
+        """Responses that a device decodes at a time."""
         if self.max_num_seqs != "auto":
             return self.max_num_seqs
-        rows = self.rows_that_fit or self.per_device_generation_batch_size
-        return max(rows, self.oversampled(rows // self.num_generations) * self.num_generations)
-
-    def oversampled(self, prompts: int) -> int:
-        """How many prompts are begun where so many are needed."""
-        return math.ceil(self.oversample * prompts - 1e-9)
+        return self.rows_that_fit or self.per_device_generation_batch_size
 
     @cached_property
     def engine(self) -> EngineFacts:

@@ -51,12 +51,11 @@ class EngineFacts:
     batches_itself: bool = True  # it takes all responses of an iteration at once
     same_model: bool = False  # its log-probabilities must be near those of the actor
     can_run_ahead: bool = False  # it goes on with the weights that it has while the actor trains
-    gives_up: bool = False  # it takes ``needed``, and draws no more once so many prompts are whole
 
     @property
     def decodes_actor(self) -> bool:
-        """Whether an engine of the package computes here, with the actor's own modules."""
-        return self.own is None and self.in_process and self.same_model
+        """Whether the package's own decoder computes here, with the actor's own modules."""
+        return self is ENGINES["own"]
 
     def check(self, config: "RlhfConfig", inputs: "RlhfInputs") -> None:
         """Refuse options that the engine does not take."""
@@ -86,7 +85,6 @@ ENGINES = {
         exact=True,
         batches_itself=False,
         same_model=True,
-        gives_up=True,
     )
 }
 

@@ -51,7 +51,6 @@ def parsed(line, config_class=RlhfConfig):
             "--rollouts_ahead 1 --rollout_engine http://127.0.0.1:9 --agent_command true",
             "and an --environment or agent waits for each turn",
         ),
-        ("--oversample 1.5 --agent_command true", "which --agent_command cannot: leave it out"),
     ],
 )
 def test_what_no_agent_can_play_is_refused_in_a_line(line, words):

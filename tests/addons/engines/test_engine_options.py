@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("first_rows")
 
 NOBODY = "http://127.0.0.1:9"  # where nothing listens
 VLLM = ["--rollout_engine", "vllm"]
+STARTED = [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "true"]
 SERVED = ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"]
 GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
 
@@ -26,7 +27,7 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
     [
         (
             ["--rollout_engine", "sglang"],
-            "own, transformers, vllm, or addresses of servers such as http://",
+            "own, vllm, or addresses of servers such as http://",
         ),
         (
             ["--rollout_engine", f"{NOBODY},ftp://a"],
@@ -38,16 +39,8 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             f"--rollout_engine {NOBODY} cannot be asked: .*refused; start there `vllm serve",
         ),
         (
-            ["--rollout_engine", "transformers", "--zero_stage", "3", "--actor_lora_dim", "4"],
-            "--rollout_engine transformers needs whole weights, which ZeRO 3 shards",
-        ),
-        (
             ["--rollouts_ahead", "1"],
-            "--rollouts_ahead 1 has servers draw .*--rollout_engine own draws in the processes",
-        ),
-        (
-            ["--rollouts_ahead", "2", "--rollout_engine", "transformers"],
-            "--rollout_engine transformers draws in the processes .*`dschat-lora serve",
+            "--rollouts_ahead 1 has .*_engine own draws in the processes .*`dschat-lora serve",
         ),
         (
             ["--rollouts_ahead", "1", "--rollout_engine", NOBODY, "--environment", "json:loads"],
@@ -60,10 +53,6 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         (
             ["--rollouts_ahead", "1", *SERVED, "--no-do_sample"],
             "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
-        ),
-        (
-            ["--oversample", "1.5", "--rollout_engine", "transformers"],
-            "--oversample 1.5 gives up responses .*--rollout_engine transformers cannot",
         ),
         (
             [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "no-such-vllm serve"],
@@ -89,8 +78,8 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         (["--rollouts_ahead", "-1"], r"--rollouts_ahead must be in \[0, 16\], got -1"),
         (["--rollouts_ahead", "17"], r"--rollouts_ahead must be in \[0, 16\], got 17"),
         (
-            ["--use_rollout_logprobs", "--rollout_engine", "transformers"],
-            "--use_rollout_logprobs is of --rollout_engine own; those of transformers are of other",
+            ["--use_rollout_logprobs", *VLLM],
+            "--use_rollout_logprobs is of --rollout_engine own; those of vllm are of other",
         ),
     ],
 )
@@ -106,10 +95,10 @@ def test_an_engine_that_cannot_be_used_is_refused_with_what_would_do(
     ("argv", "expected"),
     [
         ([], None),
-        (["--rollout_engine", "transformers"], RolloutCorrection(2.0)),
-        (["--rollout_engine", "transformers", "--no-do_sample"], None),
-        (["--rollout_engine", "transformers", "--rollout_correction", "none"], None),
-        (["--rollout_engine", "transformers", "--importance_cap", "3"], RolloutCorrection(3.0)),
+        (STARTED, RolloutCorrection(2.0)),
+        ([*STARTED, "--no-do_sample"], None),
+        ([*STARTED, "--rollout_correction", "none"], None),
+        ([*STARTED, "--importance_cap", "3"], RolloutCorrection(3.0)),
     ],
 )
 def test_responses_of_other_engines_are_weighed(monkeypatch, tmp_path, argv, expected):
@@ -156,8 +145,8 @@ def test_notes_name_options_of_servers_that_are_without_effect():
         return without_effect(parse_config(RlhfConfig, typed))
 
     assert notes("--rollout_timeout 9") == ["--rollout_timeout has no effect without a server"]
-    assert notes("--rollout_engine transformers --rollout_adapter_dir d") == [
-        "--rollout_adapter_dir has no effect with --rollout_engine transformers"
+    assert notes("--rollout_engine own --rollout_adapter_dir d") == [
+        "--rollout_adapter_dir has no effect with --rollout_engine own"
     ]
     assert notes("--rollout_engine vllm --merge_for_rollouts --rollout_timeout 9") == [
         "--merge_for_rollouts has no effect with --rollout_engine vllm"

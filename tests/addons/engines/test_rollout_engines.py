@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dschat_lora.rl.draw.server_engine import server_engine
-from dschat_lora.rl.draw.transformers_engine import transformers_engine
 from dschat_lora.rl.draw.vllm_server import ServerProcess, serve_environment
 
 from addons.engines.fake_vllm import command_of
@@ -16,25 +15,20 @@ from dschat_lora.addons.engines.completion_pool import CompletionPool
 from dschat_lora.addons.engines.completions import CompletionServer
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.config.options import parse_config
-from dschat_lora.data.samples import PromptSample
 from dschat_lora.engine.rendezvous import usable_port
-from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling, keep_top
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import end_ids, load_tokenizer, share_parameters
 from dschat_lora.models.source import find_model
-from dschat_lora.rl.draw import generator as rollout
 from dschat_lora.rl.draw.engine import EngineDecoder, EngineSite, RolloutError
-from dschat_lora.rl.draw.own_engine import OwnEngine, decoded_turns
-from dschat_lora.rl.draw.player import Draw
+from dschat_lora.rl.draw.own_engine import OwnEngine
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.response.response import unanswered
 from helpers.served import QUESTIONS, served
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-ENGINES = ("own", "servers", *["transformers", "vllm"] * ALL)
+ENGINES = ("own", "servers", *["vllm"] * ALL)
 SAMPLING = Sampling(12)
 
 
@@ -91,24 +85,22 @@ def vllm(addresses, tmp_path_factory):
     process.close()
 
 
-def site_of(actor, *argv, **options):
-    """What engines are made of, of a run with this command line."""
-    config = parse_config(RlhfConfig, ["--per_device_generation_batch_size", "8", *argv])
+def site_of(actor):
+    """What engines are made of."""
     model = share_parameters(actor.model).eval()
-    fields = {
-        "config": config,
-        "run": SimpleNamespace(closing=ExitStack(), log=SimpleNamespace(say=lambda words: None)),
-        "base": find_model(None).base,
-        "actor": actor.adapted,
-        "trained": SimpleNamespace(device=torch.device("cpu"), zero_stage=0),
-        "rollout": model,
-        "sharded": model,
-        "ends": frozenset(actor.ends),
-        "pad_id": int(actor.tokenizer.pad_token_id),
-        "plan": None,
-        "unpacked": None,
-    }
-    return EngineSite(**(fields | options))
+    return EngineSite(
+        config=parse_config(RlhfConfig, ["--per_device_generation_batch_size", "8"]),
+        run=SimpleNamespace(closing=ExitStack(), log=SimpleNamespace(say=lambda words: None)),
+        base=find_model(None).base,
+        actor=actor.adapted,
+        trained=SimpleNamespace(device=torch.device("cpu"), zero_stage=0),
+        rollout=model,
+        sharded=model,
+        ends=frozenset(actor.ends),
+        pad_id=int(actor.tokenizer.pad_token_id),
+        plan=None,
+        unpacked=None,
+    )
 
 
 def engine_of(addresses, actor, **options):
@@ -120,8 +112,6 @@ def decoding(request, actor):
     """A function that gives a context with the engine's decoder."""
     if request.param == "own":
         engine = OwnEngine(site_of(actor))
-    elif request.param == "transformers":
-        engine = transformers_engine(site_of(actor))
     elif request.param == "servers":
         engine = engine_of(request.getfixturevalue("addresses"), actor)
     else:
@@ -223,13 +213,6 @@ def test_tokens_are_drawn_from_the_models_distribution(decoding, actor):
     assert ((drawn - chances).abs() / errors).max() < 4
 
 
-def test_a_type_that_transformers_cannot_batch_is_refused_before_the_run(actor, monkeypatch):
-    monkeypatch.setattr("dschat_lora.addons.engines.transformers_engine._ASK_LENGTH", ())
-    words = r"transformers 5\S* has no continuous batching for model type opt; .*get_seq_length"
-    with pytest.raises(ValueError, match=words):
-        transformers_engine(site_of(actor))
-
-
 def test_servers_that_give_raw_log_probabilities_are_refused_where_those_are_others(actor):
     with server("raw_logprobs") as address:
         engine = engine_of([address], actor)
@@ -278,93 +261,3 @@ def test_responses_are_the_same_when_a_server_is_gone(actor, addresses):
     with decoder_of(engine) as decode:
         assert tokens_of(decode(actor.prompts, SAMPLING, **call)) == first
     closed(engine)
-
-
-def test_the_prompts_whose_longest_responses_are_the_shortest_are_kept_whole(actor):
-    options = {"eos_ids": actor.ends, "pad_id": int(actor.tokenizer.pad_token_id)}
-    model = share_parameters(actor.model).eval()
-    decode = Decoder(model, device=torch.device("cpu"), **options)
-    prompts = [prompt for prompt in actor.prompts for _ in range(3)]
-    seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
-    whole = decode(prompts, SAMPLING, seeds=seeds).tokens()
-    longest = [max(len(r) for r in whole[2 * n : 2 * n + 2]) for n in range(len(prompts))]
-    assert len(set(longest)) > 2
-    for needed in range(1, len(prompts) + 1):
-
-        def drawn(ids, **options):
-            responses = decode(ids, SAMPLING, **{**options, "seeds": seeds})
-            return lambda: decoded_turns(responses, keep_logprobs=False)
-
-        draw = Draw(
-            drawn,
-            ("x",),
-            2,
-            12,
-            keep_logprobs=False,
-            is_end=actor.ends.__contains__,
-            find_end=lambda tokens: None,
-            needed=needed,
-        )
-        samples = [PromptSample(torch.tensor(ids), b"") for ids in prompts]
-        tasks = [unanswered(n, each, 2 * n + k) for n, each in enumerate(samples) for k in range(2)]
-        kept = draw(tasks)
-        # By counting, not by sorting: fewer than so many others are shorter, or as long and before.
-        expected = [
-            n
-            for n, own in enumerate(longest)
-            if sum(a < own or (a == own and m < n) for m, a in enumerate(longest)) < needed
-        ]
-        assert [each.group for each in kept] == [n for n in expected for _ in range(2)]
-        own = [whole[2 * n + k] for n in expected for k in range(2)]
-        assert [list(each.tokens) for each in kept] == own
-    assert decode(prompts, SAMPLING, seeds=seeds).cut == [False] * len(whole)
-
-
-def test_prompts_at_the_end_of_the_queue_are_given_up_no_sooner_than_others(actor):
-    """Of each batch its share, as the docs say: else the shortest prompts would never be learnt."""
-    prompts = [PromptSample(torch.arange(3, 5 + n), b"") for n in range(8)]
-    own = OwnEngine(site_of(actor, "--per_device_generation_batch_size", "4", ends=frozenset()))
-    generate = rollout.Generator(own, eos_ids=(), batch_size=4)
-    responses = generate(prompts, Sampling(2), num_generations=1, key=("x",), needed=4)
-    # Two batches, the longest prompts first; of responses that are as long the first ones are kept.
-    assert [len(each.prompt) for each in responses] == [4, 5, 8, 9]
-
-
-def test_servers_answer_as_many_prompts_as_are_needed_whole(actor, addresses):
-    prompts = [prompt for prompt in actor.prompts for _ in range(3)]
-    seeds = [[2 * n, 2 * n + 1] for n in range(len(prompts))]
-    engine = engine_of(addresses, actor)
-    with decoder_of(engine) as decode:
-        whole = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
-        texts = tokens_of(decode(prompts, SAMPLING, seeds=seeds, needed=5))
-        again = tokens_of(decode(prompts, SAMPLING, seeds=seeds))
-    closed(engine)
-    groups = [[*map(bool, texts[2 * n : 2 * n + 2])] for n in range(len(prompts))]
-    assert groups.count([True, True]) == 5
-    assert groups.count([False, False]) == 4
-    assert all(own in ([], expected) for own, expected in zip(texts, whole, strict=True))
-    assert again == whole
-
-
-@pytest.mark.parametrize(
-    ("world", "needed", "prompts", "batch", "expected"),
-    [
-        (1, 16, 20, 4, [[3, 3, 3, 3, 4]]),
-        (1, 16, 20, 20, [[16]]),
-        (2, 5, 7, 2, [[1, 2], [1, 1]]),  # 4 and 3 are begun, 3 and 2 needed
-        (1, 4, 4, 3, [[3, 1]]),
-        (2, 1, 2, 1, [[1], [0]]),
-    ],
-)
-def test_each_batch_of_each_rank_keeps_its_share(
-    monkeypatch, world, needed, prompts, batch, expected
-):
-    shares = []
-    for rank in range(world):
-        monkeypatch.setattr(rollout, "data_rank", lambda: rank)  # noqa: B023
-        monkeypatch.setattr(rollout, "data_world_size", lambda: world)
-        mine = list(range(prompts))[rank::world]
-        batches = [mine[n : n + batch] for n in range(0, len(mine), batch)]
-        shares.append([rollout._share_of(needed, each, mine) for each in batches])
-    assert shares == expected
-    assert sum(map(sum, shares)) == needed

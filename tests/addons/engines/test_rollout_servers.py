@@ -1,142 +1,18 @@
 """Servers that die, hang, answer nonsense or forget: prompts go to others, nothing is lost."""
 
-import json
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
 
+from addons.engines.fake_servers import END, LIMIT, Fake, FakeSGLang, answer_to
 from dschat_lora.addons.engines import completion_pool, completions
 from dschat_lora.addons.engines.completion_pool import CompletionPool, _Work
-from dschat_lora.addons.engines.completions import CompletionServer, ServerAnswer, ServerError
+from dschat_lora.addons.engines.completions import CompletionServer, ServerError
 from dschat_lora.rl.options.engines import EngineError
-
-END, LIMIT = 2, 4
-
-
-def answer_to(body):
-    """What every server that is well answers: tokens that tell the prompt."""
-    tokens = [body["prompt"][0] + 10, END]
-    return {
-        "model": body["model"],
-        "choices": [
-            {
-                "token_ids": tokens,
-                "finish_reason": "stop",
-                "logprobs": {"token_logprobs": [-0.5, -0.25]},
-            }
-        ],
-    }
-
-
-class Fake:
-    """A server; ``fault`` gets a handler and a request, and says whether it has dealt with it."""
-
-    def __init__(self, fault=lambda handler, body, number: False, adapters=True):
-        self.loaded, self.asked, self.lock = [], 0, threading.Lock()
-        self.keys = set()
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def reply(self, content, status=200):
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def do_GET(self):
-                self.reply({"data": [{"id": "base", "max_model_len": 64}, {"id": "other"}]})
-
-            def do_POST(self):
-                fake.keys.add(self.headers["Authorization"])
-                size = int(self.headers["Content-Length"])
-                body = json.loads(self.rfile.read(size))
-                if self.path == "/v1/load_lora_adapter":
-                    if not adapters:
-                        return self.reply({"detail": "Not Found"}, 404)
-                    if body["lora_name"] in fake.loaded:
-                        return self.reply({"message": "has already been loaded"}, 400)
-                    fake.loaded.append(body["lora_name"])
-                    return self.reply(b"Success")
-                if self.path == "/v1/unload_lora_adapter":
-                    fake.loaded.remove(body["lora_name"])
-                    return self.reply(b"Success")
-                with fake.lock:
-                    fake.asked += 1
-                    number = fake.asked
-                if not fault(self, body, number):
-                    self.reply(answer_to(body))
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
-
-    @contextmanager
-    def running(self):
-        thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.server.shutdown()
-            self.server.server_close()
-            thread.join()
-
-
-class FakeSGLang(Fake):
-    """A server that speaks as SGLang's documentation has it, and knows nothing of vLLM's paths."""
-
-    def __init__(self, fault=lambda handler, body, number: False):
-        super().__init__(fault)
-        fake, handler = self, self.server.RequestHandlerClass
-        self.bodies = []
-
-        def do_get(self):
-            cards = [{"id": "base", "owned_by": "sglang", "max_model_len": 64}]
-            self.reply({"object": "list", "data": cards} if self.path == "/v1/models" else {})
-
-        def do_post(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path in ("/load_lora_adapter", "/unload_lora_adapter"):
-                unloads, name = "unload" in self.path, body["lora_name"]
-                with fake.lock:
-                    if (name in fake.loaded) != unloads:
-                        words = f"LoRA adapter {name} already exists, or does not"
-                        return self.reply({"success": False, "error_message": words}, 400)
-                    (fake.loaded.remove if unloads else fake.loaded.append)(name)
-                return self.reply({"success": True, "loaded_adapters": fake.loaded})
-            if self.path != "/generate":
-                return self.reply({"detail": "Not Found"}, 404)
-            with fake.lock:
-                fake.asked += 1
-                number = fake.asked
-                fake.bodies.append(body)
-            if fault(self, body, number):
-                return None
-            if body["lora_path"] not in fake.loaded:
-                words = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
-                return self.reply({"error": {"message": words}}, 400)
-            drawn = [[-0.5, body["input_ids"][0] + 10, None], [-0.25, END, None]]
-            meta = {
-                "finish_reason": {"type": "stop", "matched": END},
-                "output_token_logprobs": drawn,
-            }
-            return self.reply(
-                {"text": "", "output_ids": [n for _, n, _ in drawn], "meta_info": meta}
-            )
-
-        handler.do_GET, handler.do_POST = do_get, do_post
-
 
 BODIES = [{"model": "adapter", "prompt": [n], "max_tokens": LIMIT, "seed": n} for n in range(20)]
 
@@ -354,31 +230,6 @@ def test_the_reason_of_a_refusal_is_that_of_the_first(monkeypatch):
     monkeypatch.setattr(_Work, "end", lambda work: first.set())
     with servers(Fake(refuse)) as (pool, _), pytest.raises(EngineError, match="400: .*too long"):
         pool.begin(BODIES)()
-
-
-def test_what_is_given_up_is_waited_for_by_nobody_and_is_no_failure():
-    def slow_for_one(handler, body, number):
-        if body["prompt"][0] in (2, 3):  # of one group
-            time.sleep(1.5)
-        return False
-
-    with servers(fake := Fake(slow_for_one)) as (pool, said):
-        start = time.monotonic()
-        wait = pool.begin(BODIES, group_size=2, needed=9)
-        answers = wait()
-        assert time.monotonic() - start < 1.2
-        assert [n for n, answer in enumerate(answers) if answer is None] == [2, 3]
-        assert said == []
-        assert fake.asked <= len(BODIES)
-        check(pool.begin(BODIES)())
-
-
-def test_answers_beyond_those_that_are_needed_are_given_up_too():
-    work = _Work([None] * 6, group_size=2, needed=2)
-    for number in (4, 5, 0, 2, 3, 1):  # the last group came while the second one ended
-        with work.changed:
-            work.give(number, ServerAnswer([number], [-1.0], True))
-    assert [n for n, answer in enumerate(work.whole()) if answer is not None] == [2, 3, 4, 5]
 
 
 def test_responses_are_drawn_while_another_adapter_is_loaded_and_used():

@@ -29,7 +29,7 @@ class Run:
             self.iterations = iteration + 1
         ids = torch.tensor([iteration])
         prompts = [PromptSample(ids, f'{{"row": {n}}}'.encode()) for n in range(self.count)]
-        return Draws(prompts, needed=None, further=iter(()))
+        return Draws(prompts, iter(()))
 
     def begin(self, draws, iteration):
         version, waits = self.iteration, [True]

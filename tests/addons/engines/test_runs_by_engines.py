@@ -6,14 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 
 import dschat_lora as dl
 from addons.engines.fake_vllm import command_of
 from dschat_lora.addons.engines import completion_pool
 from dschat_lora.assets import BUNDLED_MODEL
-from dschat_lora.checkpoint.history import checkpoints_of
-from dschat_lora.rl.loop import setup
 from helpers.served import served
 from helpers.spread import ALL
 from helpers.step1 import rollouts
@@ -77,16 +74,6 @@ def check_drawn(run):
     assert (Path(run.path) / "actor" / "adapter" / "adapter_config.json").is_file()
 
 
-@pytest.mark.thorough
-def test_transformers_draws_the_responses_of_a_run(own, tmp_path):
-    engine = {"rollout_engine": "transformers"}
-    run = dl.rlhf(
-        data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **engine, **OPTIONS
-    )
-    check_beside_own(run, own)
-    assert not any("rollout_kl" in line for line in of_kind(own, "train"))
-
-
 def test_vllm_is_started_for_a_run_and_ends_with_it(tmp_path):
     with server() as address:
         run = dl.rlhf(
@@ -114,23 +101,6 @@ def test_vllm_that_does_not_start_ends_a_run_with_what_it_said(tmp_path):
             vllm_command=command_of("broken"),
             **OPTIONS,
         )
-
-
-@pytest.mark.thorough
-def test_a_failure_of_transformers_leaves_a_checkpoint(tmp_path, monkeypatch):
-    calls, generate = [], ContinuousMixin.generate_batch
-
-    def fail_later(*args, **options):
-        calls.append(args)
-        if len(calls) == 3:  # after the first, by which the engine tries itself, and an iteration
-            raise RuntimeError("the engine is broken")
-        return generate(*args, **options)
-
-    monkeypatch.setattr(ContinuousMixin, "generate_batch", fail_later)
-    options = {**OPTIONS, "rollout_engine": "transformers", "eval_prompts": 0}
-    with pytest.raises(RuntimeError, match="the engine is broken"):
-        dl.rlhf(data=ROWS, rewards=brevity, max_steps=3, output_dir=tmp_path / "run", **options)
-    assert [each.name for each in checkpoints_of(tmp_path / "run")] == ["step-00000001"]
 
 
 @pytest.mark.thorough
@@ -179,26 +149,11 @@ def test_a_run_ends_with_a_checkpoint_when_the_last_server_goes_and_another_goes
     assert [line["step"] for line in of_kind(run, "train")] == [1, 2, 3, 4]
 
 
-def test_oversampling_of_data_that_are_one_iteration_is_refused_before_a_model_is_loaded(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(setup, "build_roles", None)
-    with pytest.raises(ValueError, match="--oversample 1.5 begins .* than the 4 of an"):
-        dl.rlhf(
-            data=ROWS[:5],  # one is held out
-            rewards=brevity,
-            max_steps=1,
-            output_dir=tmp_path / "run",
-            oversample=1.5,
-            generation_batches=2,
-            **OPTIONS,
-        )
-
-
-AHEAD = {**OPTIONS, "rollouts_ahead": 1, "actor_lora_learning_rate": 5e-3, "eval_prompts": 0}
-# Enough for texts that differ where the policy does.
-SMALL = {
-    **AHEAD,
+SMALL = {  # enough for texts that differ where the policy does
+    **OPTIONS,
+    "rollouts_ahead": 1,
+    "actor_lora_learning_rate": 5e-3,
+    "eval_prompts": 0,
     "per_device_generation_batch_size": 8,
     "per_device_training_batch_size": 8,
     "max_answer_seq_len": 8,
@@ -240,22 +195,3 @@ def test_the_next_iteration_is_drawn_while_one_trains_and_resumed_runs_learn_fro
     line = of_kind(whole, "train")[-1]
     assert line["rollout_kl"] > 1e-6
     assert line["importance_weight"] != 1
-
-
-@pytest.mark.parametrize("ahead", [None, 0, 1] if ALL else [1])
-def test_iterations_have_whole_groups_of_the_prompts_that_were_answered_first(tmp_path, ahead):
-    options = {**AHEAD, "rollouts_ahead": ahead or 0, "oversample": 1.5, "algorithm": "dapo"}
-    options |= {"dynamic_sampling": 1, "mask_truncated_completions": False}
-    with ExitStack() as stack:
-        if ahead is not None:
-            options["rollout_engine"] = stack.enter_context(server())
-        run = dl.rlhf(
-            data=ROWS, rewards=brevity, max_steps=2, output_dir=tmp_path / "run", **options
-        )
-    for line in of_kind(run, "train"):
-        assert (line["cut_prompts"], line["samples"]) == (2, 16)
-    for number in (1, 2):
-        rows = [r for r in rollouts(Path(run.path)) if r["iteration"] == number]
-        groups = [[r["prompt"] for r in rows[n : n + 4]] for n in range(0, 16, 4)]
-        assert all(len(set(group)) == 1 for group in groups)
-        assert len({group[0] for group in groups}) == 4

@@ -433,7 +433,6 @@ def test_trls_documented_example_runs_with_its_rows_and_reward_functions(made):
 
 
 REFUSED = {
-    "--rollout_engine transformers": {"rollout_engine": "transformers"},
     "--rollout_engine http://": {"rollout_engine": "http://127.0.0.1:9"},
     "distillation": {"algorithm": "distill", "teacher_model_name_or_path": "model"},
     "an environment": {"environment": lambda messages, **more: None},

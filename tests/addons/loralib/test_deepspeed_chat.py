@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -93,53 +94,25 @@ class Checkpointed(nn.Module):
 # the layer
 
 
-@pytest.mark.parametrize(("lora_dim", "lora_scaling"), [(1, 1), (2, 3), (4, 0.5)])
-def test_output_and_gradients_are_those_of_their_formula_in_their_layout(lora_dim, lora_scaling):
-    x, target = values(7, 5), values(7, 3, seed=4)
-    model = converted(mlp(), lora_dim=lora_dim, lora_scaling=lora_scaling)
-
-    # y = x W^T + b + (x R L) s with s = lora_scaling / lora_dim, as their layer has it.
-    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
-    right = [plain[f"{n}.lora_A"].T.clone().requires_grad_() for n in "02"]
-    left = [plain[f"{n}.lora_B"].T.clone().requires_grad_() for n in "02"]
-    assert [tuple(r.shape) for r in right] == [(5, lora_dim), (8, lora_dim)]
-    assert [tuple(each.shape) for each in left] == [(lora_dim, 8), (lora_dim, 3)]
-    hidden = x @ plain["0.weight"].T + plain["0.bias"]
-    hidden = (hidden + (x @ right[0] @ left[0]) * (lora_scaling / lora_dim)).tanh()
-    expected = hidden @ plain["2.weight"].T + plain["2.bias"]
-    expected = expected + (hidden @ right[1] @ left[1]) * (lora_scaling / lora_dim)
-    (expected * target).sum().backward()
-
-    output = model(x)
-    torch.testing.assert_close(output, expected)
-    (output * target).sum().backward()
-    for n, each, other in zip("02", right, left, strict=True):
-        torch.testing.assert_close(model.get_parameter(f"{n}.lora_A").grad, each.grad.T)
-        torch.testing.assert_close(model.get_parameter(f"{n}.lora_B").grad, other.grad.T)
-        assert model.get_parameter(f"{n}.weight").grad is None
-
-
-def test_outputs_gradients_and_merged_weights_are_those_of_peft():
+@pytest.mark.parametrize(("r", "alpha"), [(1, 1), (2, 3), (4, 0.5)])
+def test_outputs_gradients_and_merged_weights_are_those_of_peft(r, alpha):
     import peft
 
-    theirs = peft.get_peft_model(
-        mlp(), peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0", "2"], lora_dropout=0.0)
-    )
-    ours = converted(mlp(), lora_scaling=3)
-    for n in "02":
-        layer = theirs.base_model.model.get_submodule(n)
-        layer.lora_A["default"].weight.data = ours.get_parameter(f"{n}.lora_A").detach().clone()
-        layer.lora_B["default"].weight.data = ours.get_parameter(f"{n}.lora_B").detach().clone()
-    x = values(7, 5)
+    options = {"target_modules": ["0", "2"], "lora_dropout": 0.0}
+    theirs = peft.get_peft_model(mlp(), peft.LoraConfig(r=r, lora_alpha=alpha, **options))
+    ours, x = converted(mlp(), lora_dim=r, lora_scaling=alpha), values(7, 5)
+    twins = {
+        name: theirs.get_parameter(f"base_model.model.{name}.default.weight")
+        for name in factors_of(ours)
+    }
+    for name, twin in twins.items():
+        twin.data = ours.get_parameter(name).detach().clone()
     torch.testing.assert_close(ours(x), theirs(x))
-    ours(x).square().sum().backward()
-    theirs(x).square().sum().backward()
-    for n in "02":
-        layer = theirs.base_model.model.get_submodule(n)
-        grad = ours.get_parameter(f"{n}.lora_A").grad
-        torch.testing.assert_close(grad, layer.lora_A["default"].weight.grad)
-        grad = ours.get_parameter(f"{n}.lora_B").grad
-        torch.testing.assert_close(grad, layer.lora_B["default"].weight.grad)
+    for model in (ours, theirs):
+        model(x).square().sum().backward()
+    for name, twin in twins.items():
+        torch.testing.assert_close(ours.get_parameter(name).grad, twin.grad)
+    assert ours[0].weight.grad is None
     merged = theirs.merge_and_unload().state_dict()
     torch.testing.assert_close(convert_lora_to_linear_layer(ours).state_dict(), merged)
 
@@ -195,9 +168,15 @@ def test_dropout_is_on_the_input_of_the_update_in_training_alone():
 def test_layers_are_chosen_by_part_of_their_name(part, expected):
     model = ConvNet()
     assert convert_linear_layer_to_lora(model, part, lora_dim=2) is model
-    assert [n for n, m in model.named_modules() if isinstance(m, LoraLinear)] == expected
+    adapted = {n: m for n, m in model.named_modules() if isinstance(m, LoraLinear)}
+    assert [*adapted] == expected
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen == [f"{name}.weight" for name in expected]
+    if expected == ["heads.wide"]:  # further calls adapt further layers at a rank of their own
+        first = model.heads["wide"].lora_A.detach().clone()
+        convert_linear_layer_to_lora(model, "narrow", lora_dim=3)
+        assert [model.heads[name].r for name in ("wide", "narrow")] == [2, 3]
+        assert torch.equal(model.heads["wide"].lora_A, first)
 
 
 def test_a_layer_of_two_names_stays_one_layer():
@@ -212,14 +191,6 @@ def test_a_layer_of_two_names_stays_one_layer():
     convert_lora_to_linear_layer(model)
     assert model.left[0] is model.right[0]
     torch.testing.assert_close(model(x), base(x))
-
-
-def test_further_calls_adapt_further_layers_at_a_rank_of_their_own():
-    model = convert_linear_layer_to_lora(ConvNet(), "wide", lora_dim=2)
-    first = model.heads["wide"].lora_A.detach().clone()
-    convert_linear_layer_to_lora(model, "narrow", lora_dim=3)
-    assert [model.heads[name].r for name in ("wide", "narrow")] == [2, 3]
-    assert torch.equal(model.heads["wide"].lora_A, first)
 
 
 def test_conv1d_of_transformers_is_adapted_and_comes_back():
@@ -259,22 +230,18 @@ def test_torchs_encoder_layers_use_the_update_without_gradients_too():
 
 
 def test_a_layer_that_is_read_without_being_called_or_has_no_parent_is_refused():
-    with pytest.raises(ValueError, match="part_module_name '': the model has no linear layer"):
-        convert_linear_layer_to_lora(nn.Linear(2, 2), "", lora_dim=1)
-    model = nn.Sequential(nn.ModuleDict({"in_proj": nn.Linear(2, 2), "out_proj": nn.Linear(2, 2)}))
-    model.config = SimpleNamespace(model_type="mamba")
-    with pytest.raises(ValueError, match="'out_proj', whose adapter the GPU kernel of Mamba"):
-        convert_linear_layer_to_lora(model, "", lora_dim=2)
-    convert_linear_layer_to_lora(model, "in_proj", lora_dim=2)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.out_proj, whose weight nn\.Multi"):
-        convert_linear_layer_to_lora(encoder(), "layers.", lora_dim=2)
-
-
-def test_a_rank_of_zero_leaves_the_model_as_it_is():
-    model = convert_linear_layer_to_lora(mlp(), "0")
-    assert not factors_of(model)
-    assert all(p.requires_grad for p in model.parameters())
-    assert convert_lora_to_linear_layer(model) is model
+    mamba = nn.ModuleDict({"in_proj": nn.Linear(2, 2), "out_proj": nn.Linear(2, 2)})
+    mamba.config = SimpleNamespace(model_type="mamba")
+    mamba = nn.Sequential(mamba)
+    mamba.config = mamba[0].config
+    for model, part, message in (
+        (nn.Linear(2, 2), "", "part_module_name '': the model has no linear layer"),
+        (mamba, "", "'out_proj', whose adapter the GPU kernel of Mamba"),
+        (encoder(), "layers.", r"layers\.0\.self_attn\.out_proj, whose weight nn\.Multi"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_linear_layer_to_lora(model, part, lora_dim=1)
+    convert_linear_layer_to_lora(mamba, "in_proj", lora_dim=2)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +266,43 @@ def test_what_cannot_be_converted_is_said(part, settings, message):
     model = ConvNet()
     with pytest.raises(ValueError, match=message):
         convert_linear_layer_to_lora(model, part, **({"lora_dim": 2} | settings))
-    assert not factors_of(model)
+    assert not factors_of(convert_linear_layer_to_lora(model, "wide"))  # of rank 0
+    assert all(p.requires_grad for p in model.parameters())
+    assert convert_lora_to_linear_layer(model) is model
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        *(
+            (only_optimize_lora_parameters, {"force_optimize_params": forced}, message)
+            for forced, message in (
+                (["2.weigth"], "force_optimize_params '2.weigth' is no .* mean '2.weight'"),
+                ("0.weight", "force_optimize_params must be a list of names, got the text '0.we"),
+                ([], "the model has no LoRA parameters"),
+            )
+        ),
+        *(
+            (get_optimizer_grouped_parameters, {"weight_decay": 0.0} | settings, message)
+            for settings, message in (
+                ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
+                ({"lora_lr": -1.0}, "lora_lr must be at least 0, got -1.0"),
+                ({"lora_lr": math.nan}, "lora_lr must be at least 0, got nan"),
+                ({"no_decay_name_list": "bias"}, "no_decay_name_list must be a list of names"),
+            )
+        ),
+        (
+            make_model_gradient_checkpointing_compatible,
+            {},
+            r"Sequential has no embedding .* requires_grad_\(\)",
+        ),
+    ],
+)
+def test_what_would_be_left_out_or_taken_silently_is_refused(function, settings, message):
+    model = mlp()
+    with pytest.raises(ValueError, match=message):
+        function(model, **settings)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 # what trains
@@ -324,21 +327,6 @@ def test_factors_and_forced_parameters_alone_train():
     model = mlp()
     model[0].lora_right_weight = nn.Parameter(torch.zeros(5, 2))
     assert trained_names(model) == {"0.lora_right_weight"}
-
-
-@pytest.mark.parametrize(
-    ("forced", "message"),
-    [
-        (["2.weigth"], "force_optimize_params '2.weigth' is no .* did you mean '2.weight'"),
-        ("0.weight", "force_optimize_params must be a list of names, got the text '0.weight'"),
-        ([], "the model has no LoRA parameters"),
-    ],
-)
-def test_freezing_refuses_what_would_be_left_out_and_changes_nothing(forced, message):
-    model = mlp()
-    with pytest.raises(ValueError, match=message):
-        only_optimize_lora_parameters(model, forced)
-    assert all(p.requires_grad for p in model.parameters())
 
 
 # groups
@@ -366,8 +354,10 @@ def names_in(model, group):
 def test_groups_have_each_trained_parameter_once_with_its_rate_and_decay():
     model = convert_linear_layer_to_lora(seeded(Named), "bias_proj", lora_dim=2)
     groups = get_optimizer_grouped_parameters(model, weight_decay=0.1, lora_lr=7e-4)
-    found = [(names_in(model, g), {key: g[key] for key in g if key != "params"}) for g in groups]
-    assert found == [
+    described = [
+        (names_in(model, g), {key: g[key] for key in g if key != "params"}) for g in groups
+    ]
+    assert described == [
         ({"plain.weight", "ln_1.weight"}, {"weight_decay": 0.1}),
         ({"bias_proj.lora_A", "bias_proj.lora_B"}, {"weight_decay": 0.1, "lr": 7e-4}),
         (
@@ -376,15 +366,10 @@ def test_groups_have_each_trained_parameter_once_with_its_rate_and_decay():
         ),
     ]
     assert sum(len(g["params"]) for g in groups) == 9  # of 10, the frozen weight left out
-
-
-def test_names_without_decay_can_be_given_and_no_group_is_empty():
-    model = Named()
-    groups = get_optimizer_grouped_parameters(model, 0.1, no_decay_name_list=["LN_1"])
-    assert names_in(model, groups[1]) == {"ln_1.weight", "ln_1.bias"}
-    model = only_optimize_lora_parameters(convert_linear_layer_to_lora(mlp(), "0", lora_dim=2))
-    (group,) = get_optimizer_grouped_parameters(model, weight_decay=0.0)
-    assert names_in(model, group) == {"0.lora_A", "0.lora_B"}
+    named = get_optimizer_grouped_parameters(model, 0.1, no_decay_name_list=["LN_1"])
+    assert names_in(model, named[2]) == {"ln_1.weight", "ln_1.bias"}
+    (group,) = get_optimizer_grouped_parameters(only_optimize_lora_parameters(model), 0.0)
+    assert names_in(model, group) == {"bias_proj.lora_A", "bias_proj.lora_B"}
     assert group["lr"] == 5e-4
 
 
@@ -408,114 +393,78 @@ def test_adamw_moves_factors_at_their_rate_and_decays_what_is_to_decay():
         torch.testing.assert_close(p.detach()[clear], expected[clear])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weight_decay": -0.1}, "weight_decay must be at least 0, got -0.1"),
-        ({"lora_lr": -1.0}, "lora_lr must be at least 0, got -1.0"),
-        ({"lora_lr": math.nan}, "lora_lr must be at least 0, got nan"),
-        ({"no_decay_name_list": "bias"}, "no_decay_name_list must be a list of names"),
-    ],
-)
-def test_groups_refuse_what_an_optimizer_would_take_silently(settings, message):
-    with pytest.raises(ValueError, match=message):
-        get_optimizer_grouped_parameters(mlp(), **({"weight_decay": 0.0} | settings))
-
-
 # gradient checkpointing
 
 
-def factor_gradients(model, *args):
-    for p in model.parameters():
-        p.grad = None
-    model(*args).square().sum().backward()
-    return {name: p.grad for name, p in factors_of(model).items()}
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("has_getter", [False, True])
-def test_checkpointed_blocks_of_a_frozen_model_get_gradients(has_getter):
-    model = only_optimize_lora_parameters(converted(seeded(Checkpointed)))
-    ids = random_ids()
-    expected = factor_gradients(model, ids, False)
-    lost = factor_gradients(model, ids)
-    assert [name for name, grad in lost.items() if grad is not None] == [
-        "head.lora_A",
-        "head.lora_B",
-    ]
-    if has_getter:
-        model.get_input_embeddings = lambda: model.embed
-    assert make_model_gradient_checkpointing_compatible(model) is model
-    torch.testing.assert_close(factor_gradients(model, ids), expected)
-    assert all(grad.abs().sum() > 0 for grad in expected.values())
-    assert model.embed.weight.grad is None
+@pytest.mark.parametrize("kind", ["embedding", "getter", "transformers"])
+def test_checkpointed_blocks_of_a_frozen_model_get_gradients(kind):
+    of_transformers = kind == "transformers"
+    model = tiny_model("opt").train() if of_transformers else seeded(Checkpointed)
+    model = only_optimize_lora_parameters(converted(model, "decoder.l" if of_transformers else ""))
+    ids = torch.arange(8)[None] if of_transformers else random_ids()
 
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_checkpointed_blocks_of_a_frozen_transformers_model_get_gradients():
-    model = only_optimize_lora_parameters(converted(tiny_model("opt"), "decoder.layers."))
-    ids = torch.arange(8)[None]
-
-    def gradients():
+    def gradients(*more):
         model.zero_grad()
-        output = model(ids, labels=ids)
-        if output.loss.requires_grad:
-            output.loss.backward()
+        output = model(ids, *more)
+        output = output.logits if of_transformers else output
+        if output.requires_grad:
+            output.square().sum().backward()
         return {name: p.grad for name, p in factors_of(model).items()}
 
-    model.train()
-    expected = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.disable_input_require_grads()  # which transformers 5 has switched on itself
-    assert all(grad is None for grad in gradients().values())
-    make_model_gradient_checkpointing_compatible(model)
+    expected = gradients(*([] if of_transformers else [False]))
+    assert all(grad.abs().sum() > 0 for grad in expected.values())
+    if of_transformers:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.disable_input_require_grads()  # which transformers 5 has switched on itself
+    kept = [name for name, grad in gradients().items() if grad is not None]
+    assert kept == ([] if of_transformers else ["head.lora_A", "head.lora_B"])
+    if kind == "getter":
+        model.get_input_embeddings = lambda: model.embed
+    assert make_model_gradient_checkpointing_compatible(model) is model
     torch.testing.assert_close(gradients(), expected)
-
-
-def test_an_embedding_that_trains_is_left_to():
-    model = make_model_gradient_checkpointing_compatible(seeded(Checkpointed))
-    model(random_ids()).sum().backward()
-    assert model.embed.weight.grad.abs().sum() > 0
-
-
-def test_a_model_without_an_embedding_is_told_what_to_do():
-    with pytest.raises(ValueError, match=r"Sequential has no embedding .* requires_grad_\(\)"):
-        make_model_gradient_checkpointing_compatible(mlp())
+    if not of_transformers:
+        assert model.embed.weight.grad is None
+        model.embed.requires_grad_(True)  # one that trains is left to
+        gradients()
+        assert model.embed.weight.grad.abs().sum() > 0
 
 
 # and back
 
 
-@pytest.mark.parametrize("make", [mlp, lambda: seeded(Nested), lambda: seeded(ConvNet)])
-def test_a_trained_model_converted_back_computes_the_same_with_plain_layers(make):
-    model = make()
-    shape = (7, 2, 5, 5) if isinstance(model, ConvNet) else (7, 4 if hasattr(model, "left") else 5)
-    x, names = values(*shape), list(model.state_dict())
-    kinds = {name: type(m) for name, m in model.named_modules()}
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(mlp, (7, 5)), (lambda: seeded(Nested), (7, 4)), (lambda: seeded(ConvNet), (7, 2, 5, 5))],
+)
+def test_a_trained_model_converted_back_computes_the_same_with_plain_layers(make, shape):
+    model, x = make(), values(*shape)
+    names, kinds = list(model.state_dict()), {name: type(m) for name, m in model.named_modules()}
     convert_linear_layer_to_lora(model, "", lora_dim=2, lora_scaling=4)
     only_optimize_lora_parameters(model)
     optimizer = torch.optim.AdamW(get_optimizer_grouped_parameters(model, 0.1, lora_lr=0.05))
     losses = []
     for _ in range(5):
-        loss = model(x).square().mean()
-        losses.append(loss.item())
+        losses.append(model(x).square().mean())
         optimizer.zero_grad()
-        loss.backward()
+        losses[-1].backward()
         optimizer.step()
     assert losses[-1] < 0.9 * losses[0]
     trained = model(x).detach()
-    assert convert_lora_to_linear_layer(model) is model
+    weights = [m.weight for m in model.modules() if isinstance(m, LoraLinear)]
+    training = len(shape) == 2  # plain layers have the mode of the model and the storage of weights
+    assert convert_lora_to_linear_layer(model.train(training)) is model
+    assert {m.training for m in model.modules()} == {training}
+    assert all(
+        m.weight is w for m, w in zip(filter(is_linear, model.modules()), weights, strict=True)
+    )
     torch.testing.assert_close(model(x), trained, rtol=1e-5, atol=1e-6)
     assert {name: type(m) for name, m in model.named_modules()} == kinds
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_plain_layers_have_the_mode_of_the_model_and_the_storage_of_its_weights(training):
-    model = converted(mlp()).train(training)
-    weight = model[0].weight
-    assert [m.training for m in convert_lora_to_linear_layer(model).modules()] == [training] * 4
-    assert model[0].weight is weight
+def is_linear(module):
+    return isinstance(module, nn.Linear)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -531,26 +480,19 @@ def test_weights_in_16_bits_are_rounded_once(dtype):
     assert not torch.equal(model[2].weight, twice)
 
 
-def test_a_head_with_an_update_leaves_its_embedding_alone():
-    model, ids = toy_model(), random_ids()
-    embedding = model.embed.weight.detach().clone()
-    converted(model, "head")
-    assert model.embed.weight.requires_grad  # it trains on, as the embedding
-    expected = model(ids).detach()
-    convert_lora_to_linear_layer(model)
-    assert torch.equal(model.embed.weight, embedding)
-    assert model.head.weight is not model.embed.weight
-    torch.testing.assert_close(model(ids), expected)
-
-
 def test_a_saved_model_whose_head_has_an_update_loads_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model, ids = tiny_model("opt").eval(), torch.arange(8)[None]
     assert model.config.tie_word_embeddings
+    embedding = model.get_input_embeddings().weight
+    before = embedding.detach().clone()
     converted(model)
+    assert embedding.requires_grad  # it trains on, as the embedding
     expected = model(ids).logits
     convert_lora_to_linear_layer(model).save_pretrained(tmp_path)
+    assert torch.equal(embedding, before)
+    assert model.lm_head.weight is not embedding
     assert not model.config.tie_word_embeddings
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(ids).logits, expected)
@@ -581,9 +523,6 @@ def test_other_adapters_are_refused_and_nothing_is_changed(config, message):
     with pytest.raises(ValueError, match=f"{message}.*merged_state_dict"):
         convert_lora_to_linear_layer(model)
     torch.testing.assert_close(dict(model.named_parameters()), before)
-
-
-def test_a_tied_weight_in_parts_is_refused():
     model = converted(toy_model(), "head")
     model.head.weight.ds_id = 1  # as DeepSpeed marks what ZeRO 3 divides
     with pytest.raises(ValueError, match="head has an update, and its weight is another layer's"):
@@ -597,15 +536,12 @@ KEPT = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distanc
 KEPT = [f"stage3_{each}" for each in (*KEPT, "prefetch_bucket_size")]
 
 
-class Trunk(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+def trunk():
+    def make():
+        layers = [part for _ in range(3) for part in (nn.Linear(24, 24), nn.Tanh())]
+        return nn.Sequential(OrderedDict(layers=nn.Sequential(*layers)))
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
+    return seeded(make)
 
 
 def convert_shards():
@@ -615,7 +551,7 @@ def convert_shards():
     from dschat_lora.engine.ds_config import engine_config
     from dschat_lora.engine.zero import gather_to_cpu, gathered
 
-    model = converted(seeded(Trunk), "layers.", lora_scaling=4)
+    model = converted(trunk(), "layers.", lora_scaling=4)
     only_optimize_lora_parameters(model)
     optimizer = torch.optim.AdamW(get_optimizer_grouped_parameters(model, 0.0, lora_lr=0.05))
     config = engine_config(
@@ -650,11 +586,11 @@ def test_weights_that_zero_3_divides_take_up_the_update(ranks):
     reports = ranks(2).run("test_deepspeed_chat:convert_shards")
     assert [size for size, *_ in reports] == [0, 0]
     _, output, factors, plain = reports[0]
-    base = seeded(Trunk)
+    base = trunk()
     assert plain.keys() == base.state_dict().keys()
-    for n, layer in enumerate(base.layers):
+    for n in (0, 2, 4):
         a, b = (factors[f"layers.{n}.lora_{each}"] for each in "AB")
-        expected = layer.weight.detach() + 2 * b @ a
+        expected = base.layers[n].weight.detach() + 2 * b @ a
         torch.testing.assert_close(plain[f"layers.{n}.weight"], expected)
     base.load_state_dict(plain)
     torch.testing.assert_close(base(values(5, 24)).detach(), output, rtol=1e-5, atol=1e-6)

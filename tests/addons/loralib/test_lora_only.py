@@ -1,6 +1,7 @@
 """Files of LoRA tensors alone: names, sizes, what they are loaded into and what they are not."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,33 +70,47 @@ CONTENTS = {
 @pytest.mark.parametrize(("kind", "config"), CONTENTS.values(), ids=CONTENTS)
 def test_base_and_file_give_the_trained_model(kind, config, ending, tmp_path):
     model, ids = trained(config, kind), random_ids()
-    file = read_lora_only(write(tmp_path / f"new/lora{ending}", model, config))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [f"lora{ending}"]
+    path = write(tmp_path / f"new/lora{ending}", model, config)
+    assert [each.name for each in path.parent.iterdir()] == [f"lora{ending}"]
+    size = 4 * sum(p.numel() for p in adapter_parameters(model).values())
+    assert size < path.stat().st_size < size + 16384  # its tensors, and little more
+    file = read_lora_only(path)
     again = tiny_model(kind)
     apply_lora(again, lora_config_of_file(file), seed=9)
     assert set(load_lora_only(again, file)) == adapter_parameters(model).keys()
     assert torch.equal(again(ids).logits, model(ids).logits)
     assert (tiny_model(kind)(ids).logits - model(ids).logits).abs().max() > 0.01
+    with pytest.raises(ValueError, match=f"one alpha, and the adapter has {OWN_SETTINGS}"):
+        write(path, model, replace(config, alphas=(("q_proj", 2.0),)))
 
 
 def test_names_and_settings_of_a_packed_file(tmp_path):
-    file = write(tmp_path / "lora.safetensors", trained())
+    model = trained()
+    file, pickled = (write(tmp_path / name, model) for name in ("lora.safetensors", "lora.pt"))
     shapes = {name: tuple(t.shape) for name, t in load_file(file).items()}
     assert shapes == {
         f"transformer.h.{i}.attn.c_attn.lora_{factor}": shape
         for i in (0, 1)
         for factor, shape in (("A", (4, 32)), ("B", (64, 2)))
     }
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata().keys() == {"format", "lora"}
+    stored = torch.load(pickled, weights_only=True)  # as microsoft/LoRA has it
+    assert stored["model_state_dict"].keys() == shapes.keys()
     back = read_lora_only(file)
     assert back.r == 2
     assert back.settings == LoraSettings(5.5, False, ("q", "v"), "some/base")
     assert back.targets == ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
-
-
-def test_a_pt_file_is_microsofts(tmp_path):
-    model = trained()
-    stored = torch.load(write(tmp_path / "lora.pt", model), weights_only=True)
-    assert stored["model_state_dict"].keys() == adapter_parameters(model).keys()
+    bare = tiny_model("gpt2").transformer  # takes the names of the whole
+    apply_lora(bare, PACKED, seed=0)
+    assert set(match_names(bare, back).values()) == adapter_parameters(bare).keys()
+    # One that does not say its parts asks for them.
+    torch.save(dict(adapter_parameters(model)), tmp_path / "x.pt")
+    silent = read_lora_only(tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=r"for 2 part\(s\) of each layer; give as many in --enabl"):
+        lora_config_of_file(silent, lora_alpha=4)
+    config = lora_config_of_file(silent, lora_alpha=4, enable_lora=("q", "v"))
+    load_lora_only(adapted(config), silent)
 
 
 @pytest.mark.parametrize(
@@ -120,19 +135,6 @@ def test_gpt2_files_are_of_the_published_size(width, layers, heads, count, ratio
     assert sum(t.numel() * t.element_size() for t in tensors) == 4 * count
 
 
-def test_a_file_holds_its_tensors_and_little_more(tmp_path):
-    tensors = {
-        f"transformer.h.{i}.attn.c_attn.lora_{factor}": torch.ones(shape)
-        for i in range(24)
-        for factor, shape in (("A", (8, 1024)), ("B", (2048, 4)))
-    }
-    write_lora_only(tmp_path / "md.safetensors", tensors, PACKED)
-    size = (tmp_path / "md.safetensors").stat().st_size
-    assert 1_572_864 < size < 1_572_864 + 8192
-    with safe_open(tmp_path / "md.safetensors", "pt") as file:
-        assert file.metadata().keys() == {"format", "lora"}
-
-
 def roberta(labels=3):
     with torch.device("meta"):
         return RobertaForSequenceClassification(RobertaConfig(vocab_size=50265, num_labels=labels))
@@ -152,38 +154,26 @@ def public_names():
 
 
 def test_the_public_roberta_file_fits_with_nothing_unexpected(tmp_path):
-    torch.save(public_names(), tmp_path / "roberta_base_lora_mnli.bin")
-    file = read_lora_only(tmp_path / "roberta_base_lora_mnli.bin")
+    path = tmp_path / "roberta_base_lora_mnli.bin"
+    torch.save(public_names(), path)
+    file, model, whole, other = read_lora_only(path), roberta(), roberta(), roberta(labels=2)
     assert len(file.tensors) == 52
-    assert file.r == 8
-    assert file.settings is None
+    assert (file.r, file.settings) == (8, None)
     config = lora_config_of_file(file, lora_alpha=16)
-    model = roberta()
     apply_lora(model, config, seed=0)
-    names = match_names(model, file)
-    assert names.keys() == file.tensors.keys()
+    assert match_names(model, file).keys() == file.tensors.keys()
     sizes = {name: p.numel() for name, p in adapter_parameters(model).items()}
     assert sum(n for name, n in sizes.items() if "lora_" in name) == 294_912
     assert sum(n for name, n in sizes.items() if "lora_" not in name) == 592_899
     with pytest.raises(ValueError, match=r"roberta_base_lora_mnli.bin does not say its scaling"):
         lora_config_of_file(file)
-
-
-def test_whole_heads_take_the_names_of_their_parts(tmp_path):
-    torch.save(public_names(), tmp_path / "x.bin")
-    model = roberta()
-    chosen = {"target_modules": ("query", "value"), "modules_to_save": ("classifier",)}
-    apply_lora(model, LoraConfig(lora_dim=8, **chosen), seed=0)
-    names = match_names(model, read_lora_only(tmp_path / "x.bin"))
-    assert names["classifier.out_proj.bias"] == "classifier.trained.out_proj.bias"
-
-
-def test_a_head_of_another_shape_is_named(tmp_path):
-    torch.save(public_names(), tmp_path / "x.bin")
-    file, model = read_lora_only(tmp_path / "x.bin"), roberta(labels=2)
-    apply_lora(model, lora_config_of_file(file, lora_alpha=16), seed=0)
+    apply_lora(other, config, seed=0)
     with pytest.raises(ValueError, match=r"classifier.out_proj.weight is \(3, 768\), the model ha"):
-        match_names(model, file)
+        match_names(other, file)
+    # Whole heads take the names of their parts.
+    apply_lora(whole, replace(config, modules_to_save=("classifier",)), seed=0)
+    name = match_names(whole, file)["classifier.out_proj.bias"]
+    assert name == "classifier.trained.out_proj.bias"
 
 
 def test_debertas_projections_have_the_same_names(tmp_path):
@@ -222,13 +212,6 @@ def test_names_with_and_without_their_prefix_fit(rename, tmp_path):
     again = adapted()
     load_lora_only(again, read_lora_only(tmp_path / "model.20.pt"))
     assert torch.equal(again(random_ids()).logits, model(random_ids()).logits)
-
-
-def test_a_bare_base_model_takes_the_names_of_the_whole(tmp_path):
-    file = read_lora_only(write(tmp_path / "lora.safetensors", trained()))
-    bare = tiny_model("gpt2").transformer
-    apply_lora(bare, PACKED, seed=0)
-    assert set(match_names(bare, file).values()) == adapter_parameters(bare).keys()
 
 
 # ---------------------------------------------------------------------- refusals
@@ -333,15 +316,6 @@ def test_other_scaling_and_other_parts_are_refused(tmp_path):
         load_lora_only(other, file)
 
 
-def test_a_packed_file_that_does_not_say_its_parts_asks_for_them(tmp_path):
-    torch.save(dict(adapter_parameters(trained())), tmp_path / "x.pt")
-    file = read_lora_only(tmp_path / "x.pt")
-    with pytest.raises(ValueError, match=r"for 2 part\(s\) of each layer; give as many in --enabl"):
-        lora_config_of_file(file, lora_alpha=4)
-    config = lora_config_of_file(file, lora_alpha=4, enable_lora=("q", "v"))
-    load_lora_only(adapted(config), file)
-
-
 def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
     path = write(tmp_path / "lora.pt", adapted())
     before = path.read_bytes()
@@ -355,10 +329,3 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
     broken = {"x.lora_A": torch.ones(2, 3), "x.lora_B": torch.full((4, 2), float("inf"))}
     with pytest.raises(ValueError, match="x.lora_B holds values that are not finite"):
         write_lora_only(path, broken, PACKED)
-
-
-def test_one_alpha_cannot_stand_for_several(tmp_path):
-    config = LoraConfig(lora_dim=3, target_modules=("q_proj",), alphas=(("q_proj", 2.0),))
-    model = adapted(LoraConfig(lora_dim=3, target_modules=("q_proj",)), "projected_opt")
-    with pytest.raises(ValueError, match=f"one alpha, and the adapter has {OWN_SETTINGS}"):
-        write(tmp_path / "x.pt", model, config)

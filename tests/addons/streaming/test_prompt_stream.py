@@ -15,14 +15,11 @@ from streams import streaming
 from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.addons.streaming.loader import Stream
 from dschat_lora.addons.streaming.prompts import PromptStream
-from dschat_lora.config.addons import through_addons
-from dschat_lora.config.options import build_config
 from dschat_lora.config.prompts import PromptConfig
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.sources import StreamError
-from dschat_lora.rl.draw.source import PromptOrder, check_others
+from dschat_lora.rl.draw.source import PromptOrder
 from dschat_lora.rl.loop.schedule import RlhfSchedule
-from dschat_lora.rl.options.config import RlhfConfig
 
 SEED = 3
 RUN = {"phase": 3, "seed": SEED, "eos_id": 2, "kind": "prompts"}
@@ -252,18 +249,3 @@ def test_the_run_ends_with_the_pass_that_is_the_last(files, each):
     for state, left in ((states[-1], 1), (run.order.state(), 0)):
         again = Run(files, each, state=state, iteration=run.iteration - left, max_repeats=(2,))
         assert (again.order.end is None) == bool(left)
-
-
-def test_oversampling_of_blocks_that_are_one_iteration_is_refused():
-    options = {"data_path": ("a.jsonl",), "streaming": True, "oversample": 1.5}
-    options |= {"per_device_generation_batch_size": 16}
-    more, few = (
-        through_addons(
-            build_config(RlhfConfig, {**options, "max_steps": 1, "shuffle_buffer_size": size}),
-            "before_data",
-        )
-        for size in (17, 16)
-    )
-    check_others(more, 1000)
-    with pytest.raises(ValueError, match="than the 16 of an .*give a larger --shuffle_buffer_size"):
-        check_others(few, 1000)

@@ -1,6 +1,7 @@
 """The primitives of a training loop of one's own: against stock libraries and plain loops."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,11 @@ from dschat_lora.assets import BUNDLED_MODEL
 
 @pytest.fixture(scope="module")
 def trainer():
-    with Trainer(lora_dim=4, seed=1, per_device_train_batch_size=2) as found:
+    with Trainer(lora_dim=4, seed=1, per_device_train_batch_size=2) as made:
         for step in range(2):  # an adapter that has begun to learn: at first B is 0
-            found.forward_backward(random_sequences(4, seed=step))
-            found.optim_step(2e-2)
-        yield found
+            made.forward_backward(random_sequences(4, seed=step))
+            made.optim_step(2e-2)
+        yield made
 
 
 def stock(directory):
@@ -106,6 +107,12 @@ def ppo_capped(logprob, s, t, ratio):
     return -weight * torch.minimum(own * a, clip(own, 0.8, 1.2) * a)
 
 
+def gspo(logprob, s, t, ratio):
+    """``ratio`` is one for a sequence."""
+    a = s["advantages"][t]
+    return -torch.minimum(ratio * a, clip(ratio, 0.9, 1.3) * a)
+
+
 def own_loss(logprobs, old, advantages, mask):
     return cispo_loss(logprobs, old, advantages, mask, cliprange=1.0, cliprange_high=4.0)
 
@@ -123,6 +130,7 @@ LOSSES = {
     "ppo, importance capped": ("ppo", {"importance_cap": 1.5}, ppo_capped),
     "cispo": ("cispo", {}, cispo),
     "sapo": ("sapo", {"sapo_temperature_pos": 2.0}, sapo),
+    "gspo": ("gspo", {"cliprange_low": 0.1, "cliprange_high": 0.3}, gspo),
     "an algorithm's": ("dr_grpo", {}, ppo),
     "an algorithm of one's own": (dl.Algorithm(len, loss=own_loss, loss_options={}), {}, cispo),
 }
@@ -134,27 +142,14 @@ def test_a_loss_is_that_of_a_plain_loop(name, trainer, twin):
     sequences = near(trainer, random_sequences(5, seed=3))
     parts, total = [], 0.0
     for s in sequences:
-        logprobs = plain_logprobs(twin, s["tokens"])
-        for t, weight in counted_tokens(s):
-            ratio = torch.exp(logprobs[t] - s["logprobs"][t])
-            parts.append(weight * of_token(logprobs[t], s, t, ratio))
+        logprobs, places = plain_logprobs(twin, s["tokens"]), counted_tokens(s)
+        differences = [logprobs[t] - s["logprobs"][t] for t, _ in places]
+        if of_token is gspo:
+            differences = [torch.stack(differences).mean()] * len(places)
+        for (t, weight), difference in zip(places, differences, strict=True):
+            parts.append(weight * of_token(logprobs[t], s, t, torch.exp(difference)))
             total += weight
     check(trainer, twin, sequences, torch.stack(parts).sum() / total, loss, settings)
-
-
-def test_gspo_has_one_ratio_for_a_sequence(trainer, twin):
-    sequences = near(trainer, random_sequences(5, seed=4))
-    parts, total = [], 0.0
-    for s in sequences:
-        logprobs, places = plain_logprobs(twin, s["tokens"]), counted_tokens(s)
-        ratios = [logprobs[t] - s["logprobs"][t] for t, _ in places]
-        ratio = torch.exp(torch.stack(ratios).mean())
-        for t, weight in places:
-            a = s["advantages"][t]
-            parts.append(-weight * torch.minimum(ratio * a, clip(ratio, 0.9, 1.3) * a))
-            total += weight
-    settings = {"cliprange_low": 0.1, "cliprange_high": 0.3}
-    check(trainer, twin, sequences, torch.stack(parts).sum() / total, "gspo", settings)
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
@@ -176,17 +171,21 @@ def test_dpo_compares_consecutive_sequences(loss_type, trainer, twin):
 def near(trainer, sequences):
     """With log-probabilities that are not far from the policy's, on both sides of every clip."""
     for s, own in zip(sequences, trainer.logprobs(sequences), strict=True):
-        for name, shift in (("logprobs", 7.0), ("old_logprobs", 7.0), ("ref_logprobs", 7.0)):
-            drawn = s[name]
-            s[name] = [p + 0.6 * (n + shift) for p, n in zip(own.tolist(), drawn, strict=True)]
+        for name in ("logprobs", "old_logprobs", "ref_logprobs"):
+            s[name] = [p + 0.6 * (n + 7.0) for p, n in zip(own.tolist(), s[name], strict=True)]
     return sequences
 
 
+def outcome(trainer, sequences, *args, **settings):
+    """Loss and norm of the gradient; a rate of 0 leaves the weights as they are."""
+    loss = trainer.forward_backward(sequences, *args, **settings)
+    return loss, trainer.optim_step(0.0).grad_norm
+
+
 def check(trainer, twin, sequences, expected, loss, settings):
-    """The loss and, by its norm, the gradient; a rate of 0 leaves the weights as they are."""
-    found = trainer.forward_backward(sequences, loss, **settings)
-    norm = trainer.optim_step(0.0).grad_norm
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    """The loss and, by its norm, the gradient."""
+    value, norm = outcome(trainer, sequences, loss, **settings)
+    assert value == pytest.approx(expected.item(), rel=1e-5)
     assert norm == pytest.approx(gradient_norm(twin, expected), rel=1e-4)
 
 
@@ -239,10 +238,7 @@ def test_the_first_token_and_those_without_weight_do_not_count(trainer):
                 other["advantages"][t] = other["logprobs"][t] = 1e4
         changed.append(other)
     for loss in ("cross_entropy", "importance_sampling", "ppo", "cispo", "gspo"):
-        found = []
-        for each in (sequences, changed):
-            found.append((trainer.forward_backward(each, loss), trainer.optim_step(0.0).grad_norm))
-        assert found[0] == found[1]
+        assert outcome(trainer, sequences, loss) == outcome(trainer, changed, loss)
 
 
 def test_a_loss_of_ones_own_gets_each_sequence_as_it_came(trainer):
@@ -251,13 +247,10 @@ def test_a_loss_of_ones_own_gets_each_sequence_as_it_came(trainer):
 
     def loss(logprobs, sequence):
         seen[sequence["more"]] = logprobs.detach().clone()
-        found = -logprobs
-        return torch.where(torch.tensor(sequence["weights"]) > 0, found, math.nan)
+        return torch.where(torch.tensor(sequence["weights"]) > 0, -logprobs, math.nan)
 
-    expected = trainer.forward_backward(sequences)
-    expected = expected, trainer.optim_step(0.0).grad_norm
-    found = trainer.forward_backward(sequences, loss), trainer.optim_step(0.0).grad_norm
-    assert found == pytest.approx(expected, rel=1e-6)
+    expected = outcome(trainer, sequences)
+    assert outcome(trainer, sequences, loss) == pytest.approx(expected, rel=1e-6)
     # The first token does not count here either.
     heavy = [{"tokens": [5, 6, 7], "weights": [9.0, 1.0, 3.0]}]
     values = torch.tensor([7.0, 1.0, 2.0])
@@ -270,14 +263,18 @@ def test_a_loss_of_ones_own_gets_each_sequence_as_it_came(trainer):
 
 def test_the_size_of_a_pass_changes_nothing(trainer, tmp_path):
     sequences = random_sequences(7, seed=8)
-    found = trainer.forward_backward(sequences), trainer.optim_step(0.0).grad_norm
+    expected = outcome(trainer, sequences)
+    logprobs = trainer.logprobs(sequences)
     alone = [trainer.logprobs([each])[0] for each in sequences]
-    torch.testing.assert_close(trainer.logprobs(sequences), alone)
+    torch.testing.assert_close(logprobs, alone)
     trainer.save(tmp_path / "state")
     with Trainer(lora_dim=4, seed=1, per_device_train_batch_size=64) as other:
         other.load(tmp_path / "state")
-        whole = other.forward_backward(sequences), other.optim_step(0.0).grad_norm
-    assert found == pytest.approx(whole, rel=1e-5)
+        assert outcome(other, sequences) == pytest.approx(expected, rel=1e-5)
+    # An adapter that was exported is continued.
+    trainer.export_adapter(tmp_path / "adapter")
+    with Trainer(SimpleNamespace(path=tmp_path / "adapter")) as other:
+        torch.testing.assert_close(other.logprobs(sequences), logprobs)
 
 
 def test_several_calls_add_up_their_gradients():
@@ -299,52 +296,6 @@ def test_several_calls_add_up_their_gradients():
         assert trainer.optim_step(0.0).grad_norm < norm
 
 
-def test_a_saved_trainer_goes_on_bit_for_bit(tmp_path):
-    def steps(trainer, start):
-        found = []
-        for step in range(start, start + 2):
-            found.append(trainer.forward_backward(random_sequences(4, seed=step)))
-            found.append(trainer.optim_step(1e-2).grad_norm)
-        return found
-
-    settings = {"lora_dim": 4, "lora_dropout": 0.2, "seed": 3}
-    with Trainer(**settings) as trainer:
-        trainer.save(tmp_path / "start")
-        first = steps(trainer, 0)
-        trainer.load(tmp_path / "start")
-        assert steps(trainer, 0) == first
-        trainer.save(tmp_path / "state")
-        expected = steps(trainer, 2)
-        probe = trainer.logprobs(random_sequences(2))
-        trainer.load(tmp_path / "state")
-        assert trainer.step == 2
-        assert steps(trainer, 2) == expected
-    with Trainer(**settings) as other:
-        other.load(tmp_path / "state")
-        assert steps(other, 2) == expected
-        assert all(map(torch.equal, other.logprobs(random_sequences(2)), probe))
-        trainer_state = sorted(path.name for path in (tmp_path / "state").iterdir())
-        assert trainer_state == ["manifest.json", "model-00001.safetensors", "state.json"]
-
-
-def test_what_cannot_be_loaded_or_saved_is_said(tmp_path):
-    with Trainer(lora_dim=4, seed=3) as trainer:
-        with pytest.raises(ValueError, match="holds nothing that a Trainer has saved"):
-            trainer.load(tmp_path)
-        trainer.forward_backward(random_sequences(2))
-        with pytest.raises(ValueError, match="save comes after optim_step"):
-            trainer.save(tmp_path / "state")
-        trainer.optim_step(1e-3)
-        trainer.save(tmp_path / "state")
-    with Trainer(lora_dim=2, seed=3) as other:
-        with pytest.raises(ValueError, match=r"another adapter \(r 4, .*, here r 2"):
-            other.load(tmp_path / "state")
-        file = tmp_path / "state" / "model-00001.safetensors"
-        file.write_bytes(file.read_bytes()[:-1] + b"x")
-        with pytest.raises(ValueError, match=r"model-00001\.safetensors"):
-            other.load(tmp_path / "state")
-
-
 def test_dropout_depends_on_seed_step_and_call_alone():
     sequences = random_sequences(3)
 
@@ -354,18 +305,17 @@ def test_dropout_depends_on_seed_step_and_call_alone():
             trainer.optim_step(5e-2)
             torch.rand(3)
             before = torch.random.get_rng_state()
-            found = [trainer.forward_backward(sequences) for _ in range(2)]
+            values = [trainer.forward_backward(sequences) for _ in range(2)]
             trainer.optim_step(0.0)
-            found.append(trainer.forward_backward(sequences))
+            values.append(trainer.forward_backward(sequences))
             assert torch.equal(torch.random.get_rng_state(), before)
-            return found
+            return values
 
-    found = losses(1)
-    assert losses(1) == found
-    assert len(set(found)) == 3
+    assert losses(1) == (expected := losses(1))
+    assert len(set(expected)) == 3
 
 
-def test_samples_have_the_log_probabilities_of_the_model(trainer):
+def test_samples_have_the_log_probabilities_they_were_drawn_with(trainer, twin):
     answers = trainer.sample(PROMPTS, num_samples=3, max_tokens=8, seed=1)
     assert len({len(a.tokens) for each in answers for a in each}) > 1
     for prompt, samples in zip(PROMPTS, answers, strict=True):
@@ -376,23 +326,19 @@ def test_samples_have_the_log_probabilities_of_the_model(trainer):
             assert answer.text == trainer.tokenizer.decode(answer.tokens, skip_special_tokens=True)
             drawn = torch.tensor(answer.logprobs)
             torch.testing.assert_close(drawn, own[len(ids) :], atol=2e-5, rtol=1e-5)
-
-
-def test_samples_have_the_log_probabilities_they_were_drawn_with(trainer, twin):
     settings = {"temperature": 0.6, "top_k": 5}
     ((answer,),) = trainer.sample(PROMPTS[:1], max_tokens=6, seed=4, **settings)
     ids = trainer.encode(PROMPTS[0])
-    for t, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
-        with torch.no_grad():
-            logits = twin(input_ids=torch.tensor([ids + answer.tokens[:t]])).logits[0, -1]
-        best = logits.topk(5)
-        assert token in best.indices
-        expected = logits[token] / 0.6 - torch.logsumexp(best.values / 0.6, 0)
-        assert logprob == pytest.approx(float(expected), abs=2e-5)
-    greedy = trainer.sample(PROMPTS[:1], num_samples=2, max_tokens=1, temperature=0)
+    tokens = torch.tensor([ids + answer.tokens])
     with torch.no_grad():
-        best = int(twin(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
-    assert [each.tokens for each in greedy[0]] == [[best], [best]]
+        logits = twin(input_ids=tokens).logits[0, len(ids) - 1 : -1]
+    best = logits.topk(5)
+    assert all(t in own for t, own in zip(answer.tokens, best.indices, strict=True))
+    chosen = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    expected = chosen / 0.6 - torch.logsumexp(best.values / 0.6, -1)
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=2e-5, rtol=0)
+    greedy = trainer.sample(PROMPTS[:1], num_samples=2, max_tokens=1, temperature=0)
+    assert [each.tokens for each in greedy[0]] == [[int(logits[0].argmax())]] * 2
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_the_others(trainer):
@@ -460,11 +406,33 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_sequences_is_one_clear_error(name, trainer):
-    sequences, settings, words = MISTAKES[name]
+SAMPLING_MISTAKES = [
+    ({"prompts": PROMPTS[0]}, "prompts must be a list of prompts, got one text"),
+    ({"prompts": [PROMPTS[0], ""]}, "a prompt is empty"),
+    ({"num_samples": 2.0}, r"num_samples must be a whole number, got 2\.0"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"max_tokens": 9999}, r"prompts\[0\] has \d+ tokens: with max_tokens 9999"),
+    ({"temperature": -1.0}, "temperature must be at least"),
+    ({"num_samples": 0}, "num_samples must be 1 or more"),
+    ({"seed": 1.5}, "seed must be a whole number, a tuple"),
+    ({"seed": [1]}, "seed has 1 values for 3 prompts"),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "words"),
+    [
+        *(
+            ("forward_backward", {"sequences": sequences, **settings}, words)
+            for sequences, settings, words in MISTAKES.values()
+        ),
+        *(("sample", {"prompts": PROMPTS, **each}, words) for each, words in SAMPLING_MISTAKES),
+    ],
+    ids=[*MISTAKES, *(words for _, words in SAMPLING_MISTAKES)],
+)
+def test_a_mistake_in_sequences_or_sampling_is_one_clear_error(method, settings, words, trainer):
     with pytest.raises(ValueError, match=words):
-        trainer.forward_backward(sequences, **settings)
+        getattr(trainer, method)(**settings)
 
 
 def test_a_mistake_leaves_no_gradient_behind(trainer):
@@ -501,35 +469,6 @@ def test_unknown_options_are_type_errors(trainer):
         Trainer("/nowhere/model")
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"prompts": PROMPTS[0]}, "prompts must be a list of prompts, got one text"),
-        ({"prompts": [PROMPTS[0], ""]}, "a prompt is empty"),
-        ({"num_samples": 2.0}, r"num_samples must be a whole number, got 2\.0"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"max_tokens": 9999}, r"prompts\[0\] has \d+ tokens: with max_tokens 9999"),
-        ({"temperature": -1.0}, "temperature must be at least"),
-        ({"num_samples": 0}, "num_samples must be 1 or more"),
-        ({"seed": 1.5}, "seed must be a whole number, a tuple"),
-        ({"seed": [1]}, "seed has 1 values for 3 prompts"),
-    ],
-)
-def test_a_mistake_in_sampling_is_one_clear_error(settings, words, trainer):
-    with pytest.raises(ValueError, match=words):
-        trainer.sample(**{"prompts": PROMPTS, **settings})
-
-
-def test_weights_that_are_not_finite_are_said(trainer):
-    with Trainer(lora_dim=2) as broken:
-        broken.forward_backward(random_sequences(2), lambda p, s: p * math.inf)
-        assert broken.optim_step(1e-3).skipped
-        with torch.no_grad():
-            next(iter(broken._parts.adapted.model.parameters())).fill_(math.nan)
-        with pytest.raises(ValueError, match="no token can be drawn"):
-            broken.sample(PROMPTS, max_tokens=2)
-
-
 def test_a_model_without_adapter_trains_every_weight(tmp_path):
     with Trainer(seed=1) as trainer:
         before = trainer.forward_backward(random_sequences(3))
@@ -537,15 +476,10 @@ def test_a_model_without_adapter_trains_every_weight(tmp_path):
         assert trainer.forward_backward(random_sequences(3)) < before
         with pytest.raises(ValueError, match="export_adapter writes an adapter, and every weight"):
             trainer.export_adapter(tmp_path / "adapter")
-
-
-def test_an_adapter_that_was_exported_is_continued(trainer, tmp_path):
-    trainer.export_adapter(tmp_path / "adapter")
-
-    class Run:
-        path = tmp_path / "adapter"
-
-    with Trainer(Run()) as other:
-        torch.testing.assert_close(
-            other.logprobs(random_sequences(2)), trainer.logprobs(random_sequences(2))
-        )
+        trainer.optim_step(0.0)
+        trainer.forward_backward(random_sequences(2), lambda p, s: p * math.inf)
+        assert trainer.optim_step(1e-3).skipped
+        with torch.no_grad():
+            next(iter(trainer._parts.adapted.model.parameters())).fill_(math.nan)
+        with pytest.raises(ValueError, match="no token can be drawn"):
+            trainer.sample(PROMPTS, max_tokens=2)

@@ -50,6 +50,52 @@ def test_a_trainer_whose_process_group_has_ended_says_so():
     assert not dist.is_initialized()
 
 
+def test_a_saved_trainer_goes_on_bit_for_bit(tmp_path):
+    def steps(trainer, start):
+        found = []
+        for step in range(start, start + 2):
+            found.append(trainer.forward_backward(random_sequences(4, seed=step)))
+            found.append(trainer.optim_step(1e-2).grad_norm)
+        return found
+
+    settings = {"lora_dim": 4, "lora_dropout": 0.2, "seed": 3}
+    with Trainer(**settings) as trainer:
+        trainer.save(tmp_path / "start")
+        first = steps(trainer, 0)
+        trainer.load(tmp_path / "start")
+        assert steps(trainer, 0) == first
+        trainer.save(tmp_path / "state")
+        expected = steps(trainer, 2)
+        probe = trainer.logprobs(random_sequences(2))
+        trainer.load(tmp_path / "state")
+        assert trainer.step == 2
+        assert steps(trainer, 2) == expected
+    with Trainer(**settings) as other:
+        other.load(tmp_path / "state")
+        assert steps(other, 2) == expected
+        assert all(map(torch.equal, other.logprobs(random_sequences(2)), probe))
+        trainer_state = sorted(path.name for path in (tmp_path / "state").iterdir())
+        assert trainer_state == ["manifest.json", "model-00001.safetensors", "state.json"]
+
+
+def test_what_cannot_be_loaded_or_saved_is_said(tmp_path):
+    with Trainer(lora_dim=4, seed=3) as trainer:
+        with pytest.raises(ValueError, match="holds nothing that a Trainer has saved"):
+            trainer.load(tmp_path)
+        trainer.forward_backward(random_sequences(2))
+        with pytest.raises(ValueError, match="save comes after optim_step"):
+            trainer.save(tmp_path / "state")
+        trainer.optim_step(1e-3)
+        trainer.save(tmp_path / "state")
+    with Trainer(lora_dim=2, seed=3) as other:
+        with pytest.raises(ValueError, match=r"another adapter \(r 4, .*, here r 2"):
+            other.load(tmp_path / "state")
+        file = tmp_path / "state" / "model-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        with pytest.raises(ValueError, match=r"model-00001\.safetensors"):
+            other.load(tmp_path / "state")
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """What one process gives at ZeRO 0, and what it has saved."""

@@ -120,11 +120,6 @@ def go_on(*, stage, directory, has_past=True, **more):
         return {"losses": losses, "step": trainer.step}
 
 
-def train_many(runs):
-    """Several after another, as :func:`train`."""
-    return [train(**each) for each in runs]
-
-
 def refused(*, sequences):
     """The message of each rank, where rank r passes ``sequences[r]``."""
     with Trainer(**options(0)) as trainer:
