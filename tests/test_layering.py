@@ -146,7 +146,7 @@ FLOORS = [
             "algos assets config data engine models rl.draw rl.options rl.response rl.score"
             " runtime",
             "gymnasium mcp numpy openenv reasoning_gym verifiers",
-            "addon gymnasium mcp openenv options reasoning_gym verifiers",
+            "addon libraries options",
         ),
         "addons.evaluation": Room(
             "algos api config data engine generation models report"

@@ -12,12 +12,16 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsFloat, cast
 
 from dschat_lora.addons.agents.conversations import MODEL_NAME
 from dschat_lora.engine.children import variables_of_no_launch
 from dschat_lora.rl.response.coroutines import in_thread
 from dschat_lora.rl.score.user_functions import named_parameters, same_gradients, takes_all
+
+if TYPE_CHECKING:
+    import httpx
+    import openai
 
 # What a function may take beside the columns of its row.
 OFFERED = ("row", "client", "model", "base_url", "api_key")
@@ -60,7 +64,7 @@ class AgentFunction:
                 f"{', '.join(sorted(columns)) or 'there are none'}"
             )
 
-    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> object:
         """Call the function."""
         names = named_parameters(self.function)
         function = inspect.unwrap(self.function)
@@ -75,15 +79,15 @@ class AgentFunction:
         if is_async:
             return await self.function(**given)
 
-        def call() -> Any:
+        def call() -> object:
             try:
                 with same_gradients():
                     return self.function(**given)
             except StopIteration as error:  # which no coroutine can pass on
                 raise RuntimeError(f"StopIteration: {error}") from error
 
-        found = await asyncio.wrap_future(in_thread(call))
-        return await found if inspect.isawaitable(found) else found
+        given = await asyncio.wrap_future(in_thread(call))
+        return await given if inspect.isawaitable(given) else given
 
 
 # What the clients of this process count their calls by: several at once arrive in any order.
@@ -92,35 +96,32 @@ _numbers = itertools.count(1)
 
 
 @cache
-def _client(is_async: bool) -> Any:
+def _client(is_async: bool) -> "openai.OpenAI | openai.AsyncOpenAI":
     """A client whose connections all episodes share, as making them anew takes long."""
     import openai
 
-    class Async(openai.DefaultAsyncHttpxClient):
-        async def send(self, request: Any, **options: Any) -> Any:
-            request.headers[CALL_NUMBER] = str(next(_numbers))
-            return await super().send(request, **options)
+    def count(request: "httpx.Request") -> None:
+        request.headers[CALL_NUMBER] = str(next(_numbers))
 
+    async def count_async(request: "httpx.Request") -> None:
+        count(request)
+
+    class Async(openai.DefaultAsyncHttpxClient):
         async def aclose(self) -> None:
             """Stay open: other episodes use it too."""
 
     class Plain(openai.DefaultHttpxClient):
-        def send(self, request: Any, **options: Any) -> Any:
-            request.headers[CALL_NUMBER] = str(next(_numbers))
-            return super().send(request, **options)
-
         def close(self) -> None:
             """Stay open: other episodes use it too."""
 
-    kind: Any = openai.AsyncOpenAI if is_async else openai.OpenAI
-    http_client = (Async if is_async else Plain)(trust_env=False, timeout=None)
-    return kind(
-        http_client=http_client,
-        base_url="http://127.0.0.1",
-        api_key="none",
-        max_retries=0,
-        timeout=None,
-    )
+    url, key = "http://127.0.0.1", "none"
+    if is_async:
+        own = Async(trust_env=False, timeout=None, event_hooks={"request": [count_async]})
+        return openai.AsyncOpenAI(
+            http_client=own, base_url=url, api_key=key, max_retries=0, timeout=None
+        )
+    plain = Plain(trust_env=False, timeout=None, event_hooks={"request": [count]})
+    return openai.OpenAI(http_client=plain, base_url=url, api_key=key, max_retries=0, timeout=None)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class AgentCommand:
     def check_columns(self, columns: Collection[str]) -> None:
         """Any data will do."""
 
-    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    async def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> object:
         """Run the command.
 
         Raises:
@@ -165,11 +166,13 @@ class AgentCommand:
             start_new_session=True,
         )
         text = json.dumps(row, ensure_ascii=False).encode()
-        streams: Any = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         talk = asyncio.gather(
-            _last_line(streams.stdout),
-            _last_line(streams.stderr),
-            _give(streams.stdin, text + b"\n"),
+            _last_line(process.stdout),
+            _last_line(process.stderr),
+            _give(process.stdin, text + b"\n"),
         )
         try:
             await process.wait()
@@ -218,30 +221,30 @@ async def _give(stream: asyncio.StreamWriter, data: bytes) -> None:
     stream.close()
 
 
-def reward_and_metrics(found: Any) -> tuple[float | None, dict[str, float]]:
+def reward_and_metrics(given: object) -> tuple[float | None, dict[str, float]]:
     """The reward that a program gave, None for no reward, and what else it counted.
 
     Raises:
         ValueError: if it is neither a finite number, nor a dict with ``reward``, nor None.
     """
-    values = found if isinstance(found, dict) else {"reward": found}
+    values = given if isinstance(given, dict) else {"reward": given}
     numbers = {name: _number(value) for name, value in values.items()}
     more = {n: v for n, v in numbers.items() if n != "reward" and math.isfinite(v)}
     if values.get("reward", math.nan) is None:
         return None, more
     if not math.isfinite(numbers.get("reward", math.nan)):
         raise ValueError(
-            f"an agent gave {found!r:.200}; its reward is a finite number, a dict with `reward` "
+            f"an agent gave {given!r:.200}; its reward is a finite number, a dict with `reward` "
             "beside other numbers, or None for an episode that is not to count"
         )
     return numbers["reward"], more
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """A number of Python's or numpy's; NaN for anything else, and what is too large."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         return math.nan
     try:
-        return float(value)
+        return float(cast(SupportsFloat, value))
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan

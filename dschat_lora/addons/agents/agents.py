@@ -23,10 +23,10 @@ from dschat_lora.addons.agents.agent_programs import (
 from dschat_lora.addons.agents.conversations import (
     MODEL_NAME,
     OVER,
+    AgentEpisode,
     AgentModel,
     Call,
     Conversation,
-    Episode,
     PromptTokens,
 )
 from dschat_lora.addons.serving.endpoint.answers import (
@@ -108,10 +108,10 @@ class Agents(Player):
         self.program, self.to, self.limits = program, to, limits
         self.max_new_tokens, self._end_of_text = max_new_tokens, end_of_text
         self.changed = threading.Condition()
-        self.episodes: dict[str, Episode] = {}  # by secret
+        self.episodes: dict[str, AgentEpisode] = {}  # by secret
         self._server: AgentServer | None = None  # from the first episode on
         self._arrived = 0.0  # when the last call came
-        self._first_failed: Episode | None = None  # of the latest rollout
+        self._first_failed: AgentEpisode | None = None  # of the latest rollout
         self._has_noted = False
 
     def close(self) -> None:
@@ -215,28 +215,28 @@ class Agents(Player):
 
     # Called by the thread that trains.
 
-    def _begin(self, blank: Response, key: Key, attempt: int = 0) -> Episode:
+    def _begin(self, blank: Response, key: Key, attempt: int = 0) -> AgentEpisode:
         if self._server is None:
             self._server = AgentServer(self)
         own_key = (*key, "attempt", attempt) if attempt else key
-        episode = Episode(blank, own_key, attempt)
+        episode = AgentEpisode(blank, own_key, attempt)
         self.episodes[episode.secret] = episode
         address = f"{self._server.address}/{episode.secret}/v1"
         episode.task = start(self._run(episode, blank.row, address))
         return episode
 
-    async def _run(self, episode: Episode, row: dict[str, Any], address: str) -> None:
+    async def _run(self, episode: AgentEpisode, row: dict[str, Any], address: str) -> None:
         """Play an episode, on the event loop of programs."""
         failure, caught = "", None
         try:
             try:
-                found = await self.program.run(row, address, episode.secret)
+                given = await self.program.run(row, address, episode.secret)
             except NoRewardError:
                 if episode.posted is None:
                     raise
             if episode.posted is not None:
-                found = episode.posted
-            episode.reward, episode.logged = reward_and_metrics(found)
+                given = episode.posted
+            episode.reward, episode.logged = reward_and_metrics(given)
             if not episode.answered:
                 failure = episode.refusal or "it asked nothing"
         except BaseException as error:
@@ -248,13 +248,13 @@ class Agents(Player):
             episode.end(failure, caught)
             self.changed.notify()
 
-    def _goes_on(self, current: list[Episode]) -> bool:
+    def _goes_on(self, current: list[AgentEpisode]) -> bool:
         """Whether an episode is not over yet, those that failed begun again as they may."""
         with self.changed:
             self._retry(current)
             return any(not each.is_over for each in current)
 
-    def _round(self, current: list[Episode]) -> list[Call]:
+    def _round(self, current: list[AgentEpisode]) -> list[Call]:
         """The calls to answer next; waits for the programs.
 
         Episodes that failed are begun again in ``current`` as long as they may. Other ranks are
@@ -287,7 +287,7 @@ class Agents(Player):
             calls = [each for own in asking for each in sorted(own.calls, key=Call.order)]
             return calls[: self.limits.calls_at_a_time]
 
-    def _expire(self, current: Sequence[Episode]) -> float:
+    def _expire(self, current: Sequence[AgentEpisode]) -> float:
         """End episodes whose time is over; seconds until the next one's is."""
         left = [60.0]
         for each in current:
@@ -299,7 +299,7 @@ class Agents(Player):
                 each.end(f"{TIMED_OUT} after {self.limits.seconds:g} seconds (--agent_timeout)")
         return min(left)
 
-    def _retry(self, current: list[Episode]) -> None:
+    def _retry(self, current: list[AgentEpisode]) -> None:
         for number, each in enumerate(current):
             if not (each.is_over and each.failure) or each.secret not in self.episodes:
                 continue
@@ -321,12 +321,12 @@ class Agents(Player):
         self,
         calls: Sequence[Call],
         conversations: Sequence[Conversation],
-        found: Sequence[DecodedTurn],
+        turns: Sequence[DecodedTurn],
         is_end: Callable[[int], bool],
     ) -> None:
         """Give the answers to the programs, and keep their tokens."""
         with self.changed:
-            answers = zip(calls, conversations, found[: len(calls)], strict=True)
+            answers = zip(calls, conversations, turns[: len(calls)], strict=True)
             for call, conversation, decoded in answers:
                 episode = call.episode
                 if call not in episode.calls:  # its program did not wait
@@ -372,7 +372,7 @@ def _asked(call: Call, conversation: Conversation) -> AskedTurn:
     return AskedTurn(call.prompt, seed, limit, repr(key), known)
 
 
-def _where(episode: Episode) -> str:
+def _where(episode: AgentEpisode) -> str:
     """Why an episode failed, and where in the program."""
     if episode.error is None or episode.error.__traceback__ is None:
         return episode.failure
@@ -382,9 +382,6 @@ def _where(episode: Episode) -> str:
     if frame.filename == agent_programs.__file__:  # of a command, or of what it gave
         return episode.failure
     return f"{episode.failure} ({frame.filename}:{frame.lineno})"
-
-
-HOST = "127.0.0.1"
 
 
 class AgentServer:
@@ -423,7 +420,7 @@ class AgentServer:
             Route("/{episode}/reward", self._reward, methods=["POST"]),
         ]
 
-    def _episode(self, request: Request) -> Episode:
+    def _episode(self, request: Request) -> AgentEpisode:
         episode = self._agents.episodes.get(request.path_params["episode"])
         if episode is None or episode.is_over:
             raise ApiError(404, OVER, code="episode_over")

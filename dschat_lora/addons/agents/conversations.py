@@ -24,6 +24,7 @@ from dschat_lora.data.messages import (
     content_text,
     with_arguments,
 )
+from dschat_lora.models.loading import Tokenizer
 from dschat_lora.rl.draw.player import Key
 from dschat_lora.rl.response.response import (
     DecodedTurn,
@@ -149,15 +150,15 @@ class Conversations:
             for each in self.all
             if not each.is_asked and content[: len(each)] == (*each.prompt, *each.tokens)
         ]
-        found = max(begun, key=len, default=None)
-        if found is None:
+        conversation = max(begun, key=len, default=None)
+        if conversation is None:
             same = sum(each.prompt == content for each in self.all)
             digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
             key: tuple[int | str, ...] = () if content == self.own_prompt else ("prompt", digest)
-            found = Conversation(content, (*key, "again", same) if same else key)
-            self.all.append(found)
-        found.is_asked = True
-        return found
+            conversation = Conversation(content, (*key, "again", same) if same else key)
+            self.all.append(conversation)
+        conversation.is_asked = True
+        return conversation
 
     def answered(
         self,
@@ -187,18 +188,15 @@ def _canonical(messages: Sequence[Message], columns: Mapping[str, Any]) -> str:
         calls = [called_function(call) for call in message.get("tool_calls") or ()]
         parts = [part.strip() for part in _THOUGHT_TAG.split(text)] if is_answer else text
         name = None if is_answer else message.get("name")
-        made = [[call["name"], _numbers_alike(call_arguments(call))] for call in calls]
+        # With 1 and 1.0 alike, as JavaScript writes them.
+        values = [json.loads(json.dumps(call_arguments(c)), parse_int=float) for c in calls]
+        made = [[c["name"], own] for c, own in zip(calls, values, strict=True)]
         said.append([message["role"], parts, name, made])
     rest = {name: value for name, value in columns.items() if name not in TURN_FIELDS}
     return json.dumps([said, rest], sort_keys=True, default=str)
 
 
-def _numbers_alike(value: Any) -> Any:
-    """A JSON value with 1 and 1.0 alike, as JavaScript writes them."""
-    return json.loads(json.dumps(value), parse_int=float)
-
-
-class Episode:
+class AgentEpisode:
     """An attempt at an episode: its program, its calls and what has become of it.
 
     Attributes:
@@ -214,7 +212,7 @@ class Episode:
         self.conversations = Conversations(blank.prompt)
         self.calls: list[Call] = []
         self.num_calls = 0
-        self.posted: Any = None  # a reward that came by POST
+        self.posted: object = None  # a reward that came by POST
         self.refusal = ""  # why the last call that was refused was
         self.reward: float | None = None
         self.logged: dict[str, float] = {}
@@ -301,7 +299,7 @@ class Episode:
 class Call:
     """A request of an episode for an answer."""
 
-    episode: Episode
+    episode: AgentEpisode
     model: "AgentModel"
     prompt: tuple[int, ...]
     options: AnswerOptions
@@ -317,7 +315,7 @@ class Call:
 class AgentModel:
     """The actor as a request of one episode sees it."""
 
-    episode: Episode
+    episode: AgentEpisode
     to: PromptTokens
     number: int = 0  # by which calls that came together are put in order
     name: str = MODEL_NAME
@@ -334,7 +332,7 @@ class AgentModel:
         return len(self.tokenizer)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """Of the actor."""
         return self.to.turn_tokens.tokenizer
 

@@ -3,14 +3,21 @@
 from dschat_lora.config.addons import Addon
 
 _OPTIONS = "dschat_lora.addons.environments.options:EnvironmentOptions"
-LIBRARIES = ("gymnasium", "mcp", "openenv", "reasoning_gym", "verifiers")  # each a file
+# Each a file: what it needs, the extra that has it, and the class there.
+LIBRARIES = {
+    "gymnasium": ("gymnasium", "gymnasium", "Gymnasium"),
+    "mcp": ("mcp>=2", "mcp", "McpServer"),
+    "openenv": ("openenv", "openenv", "OpenEnv"),
+    "reasoning_gym": ("reasoning_gym", "environments", "ReasoningGym"),
+    "verifiers": ("verifiers>=0.4", "verifiers", "Verifiers"),
+}
 ADDON = Addon(
     "environments",
     options={"rlhf": _OPTIONS, "distill": _OPTIONS},
     provides={
-        "environment": {
-            f"{name}:": f"dschat_lora.addons.environments.{name}:environment" for name in LIBRARIES
-        }
+        "environment": dict.fromkeys(
+            (f"{name}:" for name in LIBRARIES), "dschat_lora.addons.environments.libraries:made_by"
+        )
     },
 )
 

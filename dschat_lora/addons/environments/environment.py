@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dschat_lora.data.messages import Message, check_message
 from dschat_lora.data.samples import PromptSample
@@ -60,7 +60,7 @@ class Environment(UserFunction):
 
         return first_of_model(asked_together(replies))
 
-    def _said(self, responses: Sequence[Response], places: Sequence[int]) -> list[Any]:
+    def _said(self, responses: Sequence[Response], places: Sequence[int]) -> list[object]:
         return self.call(responses)
 
     def begin(
@@ -73,7 +73,7 @@ class Environment(UserFunction):
         """The name of the reward that it gives; a function gives none."""
         return None
 
-    def made(self) -> Mapping[int, Any] | None:
+    def made(self) -> Mapping[int, object] | None:
         """What reward functions see beside each response, by its place; of a function nothing."""
         return None
 
@@ -81,7 +81,7 @@ class Environment(UserFunction):
         """Rewards of episodes that are over; a function gives none."""
         return [None] * len(places)
 
-    def _messages(self, reply: Any) -> list[Message]:
+    def _messages(self, reply: object) -> list[Message]:
         """The messages of what the function returned for one response."""
         messages = [] if reply is None else reply if isinstance(reply, list) else [reply]
         where = f"--{self.option} {self.name}"
@@ -93,8 +93,6 @@ class Environment(UserFunction):
                     "own are of 'user' or 'tool'"
                 )
         try:
-            text = json.dumps(messages, ensure_ascii=False, allow_nan=False).encode()
-            found: list[Message] = json.loads(text)
+            return json.loads(json.dumps(messages, ensure_ascii=False, allow_nan=False).encode())
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{where} returned what JSON cannot hold: {error}") from error
-        return found

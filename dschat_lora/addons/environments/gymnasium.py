@@ -1,18 +1,12 @@
 """Environments of ``gymnasium`` whose observations are text."""
 
 import weakref
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+
+import gymnasium
 
 from dschat_lora.data.messages import Message
-from dschat_lora.runtime.checks import require_packages, working_directory
-
-
-def environment(name: str) -> Callable[[], Any]:
-    """What makes environments of ``gymnasium:ENV_ID``."""
-    require_packages(f"--environment {name}", "gymnasium", extra="gymnasium")
-    return partial(Gymnasium, name.partition(":")[2])
+from dschat_lora.runtime.checks import working_directory
 
 
 class Gymnasium:
@@ -28,8 +22,6 @@ class Gymnasium:
         Raises:
             ValueError: if there is no such environment, or its actions cannot be written.
         """
-        import gymnasium
-
         where = f"--environment gymnasium:{name}"
         try:
             with working_directory():
@@ -55,18 +47,17 @@ class Gymnasium:
     def step(self, message: Message) -> str | tuple[str | None, float]:
         """The next observation and the reward; None for the observation ends the episode."""
         said = message["content"].strip()
+        action: str | int | None = said if self._space.contains(said) else None
+        allowed = f"a text of {self._space}"
         if self._numbers is not None:
-            action: Any = self._numbers.get(said.lower())
+            action = self._numbers.get(said.lower())
             allowed = f"one of {', '.join(self._numbers)}"
-        else:
-            action = said if self._space.contains(said) else None
-            allowed = f"a text of {self._space}"
         if action is None:
             return f"Invalid action: it must be {allowed}."
         observation, reward, terminated, truncated, _ = self._env.step(action)
         return None if terminated or truncated else self._text(observation), float(reward)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: object) -> str:
         if not isinstance(observation, str):
             raise ValueError(
                 f"{self._where}: an observation is a {type(observation).__name__}; only "
@@ -75,7 +66,7 @@ class Gymnasium:
         return observation
 
 
-def _action_names(env: Any) -> dict[str, int]:
+def _action_names(env: gymnasium.Env) -> dict[str, int]:
     """Numbers of actions by name, where an environment names them."""
     inner = env.unwrapped
     names = getattr(inner, "action_meanings", None) or env.metadata.get("action_meanings")

@@ -3,19 +3,13 @@
 import asyncio
 import atexit
 import shlex
-from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
+
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.types import CONNECTION_CLOSED, Tool
 
 from dschat_lora.rl.options.names import is_remote
 from dschat_lora.rl.response.coroutines import run_together
-from dschat_lora.runtime.checks import require_packages
-
-
-def environment(name: str) -> Callable[[], Any]:
-    """What makes environments of ``mcp:COMMAND`` or ``mcp:URL``."""
-    require_packages(f"--environment {name}", "mcp>=2", extra="mcp")
-    return partial(McpServer, name.partition(":")[2])
 
 
 class McpServer:
@@ -24,7 +18,7 @@ class McpServer:
     One session of the process serves all its episodes, so tools should keep nothing of an episode.
     """
 
-    _sessions: ClassVar[dict[str, tuple[Any, list[dict[str, Any]]]]] = {}
+    _sessions: ClassVar[dict[str, tuple[Client, list[dict[str, Any]]]]] = {}
 
     def __init__(self, server: str) -> None:
         """Start or join the server, and list its tools.
@@ -49,9 +43,6 @@ class McpServer:
         Raises:
             RuntimeError: if the server has ended.
         """
-        from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED
-
         try:
             result = await self._client.call_tool(name, values)
         except MCPError as error:
@@ -62,15 +53,13 @@ class McpServer:
         return str({"error": text}) if result.is_error else text
 
 
-async def _open_mcp(server: str) -> tuple[Any, list[dict[str, Any]]]:
+async def _open_mcp(server: str) -> tuple[Client, list[dict[str, Any]]]:
     """A client of a server until the process ends, and its tools for a chat template."""
-    from mcp import Client, StdioServerParameters, stdio_client
-
-    target: Any = server
+    target = server
     if not is_remote(server):
         command, *arguments = shlex.split(server)
         target = stdio_client(StdioServerParameters(command=command, args=arguments))
-    ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    ready = asyncio.get_running_loop().create_future()
     ended = asyncio.Event()
 
     async def hold() -> None:
@@ -88,9 +77,9 @@ async def _open_mcp(server: str) -> tuple[Any, list[dict[str, Any]]]:
         await asyncio.wait([session])
 
     session = asyncio.create_task(hold())
-    found = await ready
+    opened = await ready
     atexit.register(lambda: run_together([close()]))
-    return found
+    return opened
 
 
 def _first_error(error: BaseException) -> BaseException:
@@ -100,17 +89,16 @@ def _first_error(error: BaseException) -> BaseException:
     return error
 
 
-async def _tools_of(client: Any) -> list[dict[str, Any]]:
-    found, cursor = [], None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        found += [mcp_tool_schema(tool) for tool in page.tools]
-        cursor = page.next_cursor
-        if cursor is None:
-            return found
+async def _tools_of(client: Client) -> list[dict[str, Any]]:
+    page = await client.list_tools()
+    tools = [*page.tools]
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return [*map(mcp_tool_schema, tools)]
 
 
-def mcp_tool_schema(tool: Any, prefix: str = "") -> dict[str, Any]:
+def mcp_tool_schema(tool: Tool, prefix: str = "") -> dict[str, Any]:
     """A tool that an MCP server lists, for a chat template, its name behind ``prefix``."""
     function = {
         "name": f"{prefix}{tool.name}",

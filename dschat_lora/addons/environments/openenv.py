@@ -2,19 +2,16 @@
 
 import atexit
 import json
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from urllib.request import urlopen
+
+from openenv.core import GenericEnvClient
 
 from dschat_lora.data.messages import Message
 from dschat_lora.rl.response.coroutines import run_together
-from dschat_lora.runtime.checks import require_packages
-
-
-def environment(name: str) -> Callable[[], Any]:
-    """What makes environments of ``openenv:URL``."""
-    require_packages(f"--environment {name}", "openenv", extra="openenv")
-    return partial(OpenEnv, name.partition(":")[2])
 
 
 class OpenEnv:
@@ -30,8 +27,6 @@ class OpenEnv:
         Raises:
             ValueError: if it cannot be asked, or no field of an action takes a text.
         """
-        from openenv.core import GenericEnvClient
-
         url, self._field, self._shown = _openenv_fields(address)
         self._client = GenericEnvClient(base_url=url)
         self._where = f"--environment openenv:{address}"
@@ -70,9 +65,6 @@ def _openenv_fields(address: str) -> tuple[str, str, str | None]:
 
     The last is None where several hold text: all are shown then.
     """
-    from urllib.parse import parse_qs, urlsplit
-    from urllib.request import urlopen
-
     where, parts = f"--environment openenv:{address}", urlsplit(address)
     url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
     if parts.scheme not in ("http", "https"):
@@ -101,10 +93,12 @@ def _openenv_fields(address: str) -> tuple[str, str, str | None]:
 
 def _text_fields(schema: Mapping[str, Any]) -> list[str]:
     """Fields of a JSON schema that hold text: those that must be there, if there are any."""
-
-    def holds_text(found: Mapping[str, Any]) -> bool:
-        kinds = [found, *found.get("anyOf", ())]
-        return any(kind.get("type") == "string" and "enum" not in kind for kind in kinds)
-
-    fields = [name for name, found in schema["properties"].items() if holds_text(found)]
+    fields = [
+        name
+        for name, field in schema["properties"].items()
+        if any(
+            kind.get("type") == "string" and "enum" not in kind
+            for kind in (field, *field.get("anyOf", ()))
+        )
+    ]
     return [name for name in fields if name in schema.get("required", ())] or fields

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Protocol, cast
 
 from dschat_lora.addons.environments.environment import Environment, asked_together
 from dschat_lora.addons.environments.stateful import StatefulEnvironment, is_stateful
@@ -29,11 +29,12 @@ def load_player(name: str, config: RlhfConfig, tokenizer: Tokenizer, *, max_turn
         ValueError: if it names nothing that can be used, or nothing gives a reward.
     """
     rewards = config.rewards
-    found = find_object("environment", name)
+    own: object = find_object("environment", name)
     player: Player
-    if hasattr(found, "play"):
+    if hasattr(own, "play"):
         with same_gradients():
-            player = UserPlayer(name, made("environment", name, found), tokenizer)
+            own = made("environment", name, own)
+        player = UserPlayer(name, cast(PlaysEpisodes, own), tokenizer)
     else:
         chat = make_chat(tokenizer, config.data.data.chat_template_kwargs)
         environment = load_environment(
@@ -69,12 +70,12 @@ def load_environment(
         ValueError: if there is none, a function takes no responses, or a class lacks methods.
     """
     option = "environment"
-    found = find_object(option, name)
-    if not is_stateful(found):
-        check_takes_responses(option, name, found, ", or have play(tasks, draw, *, key)")
-        return Environment(option, name, found, tokenizer, retries=retries, timeout=timeout)
+    own = find_object(option, name)
+    if not is_stateful(own):
+        check_takes_responses(option, name, own, ", or have play(tasks, draw, *, key)")
+        return Environment(option, name, own, tokenizer, retries=retries, timeout=timeout)
     environment = StatefulEnvironment(
-        *(option, name, found, tokenizer),
+        *(option, name, own, tokenizer),
         timeout=timeout,
         chat=chat,
         max_prompt_tokens=max_prompt_tokens,
@@ -182,18 +183,24 @@ class UserDraw:
             raise ValueError(f"limits are numbers >= 1, one for each of {len(responses)} responses")
         max_over_ranks(1.0)  # those that wait in UserPlayer.play draw, too
         self.failed = True
-        found = self._draw(responses, limits)
+        drawn = self._draw(responses, limits)
         self.failed = False
-        return found
+        return drawn
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, to be read."""
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return found
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class PlaysEpisodes(Protocol):
+    """What a player of the user's has."""
+
+    def play(self, tasks: Sequence[Response], draw: UserDraw, *, key: Key) -> Sequence[Response]:
+        """A response for each task."""
 
 
 @dataclass(frozen=True)
@@ -205,14 +212,14 @@ class UserPlayer(Player):
     """
 
     name: str  # module:object
-    player: Any
+    player: PlaysEpisodes
     tokenizer: Tokenizer
 
     @property
     def reward_name(self) -> str | None:
         """What the object says, else the name of its class."""
-        found = getattr(self.player, "reward_name", type(self.player).__name__)
-        return None if found is None else str(found)
+        name = getattr(self.player, "reward_name", type(self.player).__name__)
+        return None if name is None else str(name)
 
     def play(self, tasks: Sequence[Response], draw: Draw, *, key: Key) -> list[Response]:
         """What the object plays; call on every rank.
@@ -223,11 +230,11 @@ class UserPlayer(Player):
             EnvironmentFailedError: if it fails, or returns what cannot be learnt from.
         """
         draw = replace(draw, asks_once=True)
-        own, found, failure = UserDraw(draw, self.tokenizer), list[Response](), None
+        own, played, failure = UserDraw(draw, self.tokenizer), list[Response](), None
         if tasks and tensor_rank() == 0:
             try:
                 with same_gradients():
-                    found = self._checked(tasks, self.player.play(tasks, own, key=key), draw)
+                    played = self._checked(tasks, self.player.play(tasks, own, key=key), draw)
             except (Exception, SystemExit) as error:
                 if own.failed:
                     raise
@@ -235,22 +242,25 @@ class UserPlayer(Player):
         while max_over_ranks(0.0):  # others draw
             draw.ask(())()
 
-        def played() -> list[Response]:
+        def result() -> list[Response]:
             if failure is not None:  # as an error of the program, not of an option or the disk
                 raise RuntimeError(f"--environment {self.name} failed: {failure!r}") from failure
-            return found
+            return played
 
-        return asked_together(played)
+        return asked_together(result)
 
-    def _checked(self, tasks: Sequence[Response], found: Any, draw: Draw) -> list[Response]:
+    def _checked(
+        self, tasks: Sequence[Response], played: Sequence[Response] | None, draw: Draw
+    ) -> list[Response]:
         where = f"--environment {self.name}: play"
-        places = [getattr(getattr(r, "origin", None), "place", None) for r in found or ()]
+        places = [getattr(getattr(r, "origin", None), "place", None) for r in played or ()]
         if places != [each.origin.place for each in tasks]:
             raise ValueError(
                 f"{where} must return a response for each of the {len(tasks)} tasks, in their "
                 "order: what draw makes of them"
             )
-        for each in found:
+        played = list(played or ())
+        for each in played:
             if len(each.tokens) > draw.max_tokens:
                 raise ValueError(
                     f"{where} returned a response of {len(each.tokens)} tokens, "
@@ -268,4 +278,4 @@ class UserPlayer(Player):
                     f"{where} gave the reward {each.episode.reward}; a reward is a finite number, "
                     "or None for a response that is not to count"
                 )
-        return list(found)
+        return played

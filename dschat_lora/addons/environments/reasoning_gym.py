@@ -1,17 +1,10 @@
 """Tasks of ``reasoning-gym``."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
+from reasoning_gym import create_dataset
+
 from dschat_lora.data.messages import Message
-from dschat_lora.runtime.checks import require_packages
-
-
-def environment(name: str) -> Callable[[], Any]:
-    """What makes environments of ``reasoning_gym:TASK``."""
-    require_packages(f"--environment {name}", "reasoning_gym", extra="environments")
-    return partial(ReasoningGym, name.partition(":")[2])
 
 
 class ReasoningGym:
@@ -28,8 +21,6 @@ class ReasoningGym:
         Raises:
             ValueError: if there is no such task.
         """
-        from reasoning_gym import create_dataset
-
         if task not in self._tasks:
             try:
                 self._tasks[task] = create_dataset(task, size=2**31, seed=0)

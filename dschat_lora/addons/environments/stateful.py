@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator,
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, SupportsFloat, cast
 
 import numpy as np
 
@@ -30,18 +30,27 @@ from dschat_lora.rl.score.user_functions import named_parameters, same_gradients
 RESERVED = ("reset", "step", "get_reward", "close")
 
 
-def is_stateful(found: object) -> bool:
+class EpisodeObject(Protocol):
+    """What objects may have; ``reset`` must be there, and either ``step`` or tools."""
+
+    reset: Callable[..., object]
+    step: Callable[[Message], object]
+    get_reward: Callable[[], object]
+    tool_schemas: Sequence[dict[str, Any]]
+    call: Callable[[str, dict[str, Any]], object]
+
+
+def is_stateful(named: object) -> bool:
     """Whether ``--environment`` names a class, or a function without arguments that makes objects.
 
     A dict of them is one too: each row names its own in the column ``environment``.
     """
-    if isinstance(found, Mapping):
+    kind = named.func if isinstance(named, partial) else named
+    if inspect.isclass(kind):
+        return hasattr(kind, "reset")
+    if isinstance(named, Mapping):
         return True
-    if isinstance(found, partial):
-        return inspect.isclass(found.func) and hasattr(found.func, "reset")
-    if inspect.isclass(found):
-        return hasattr(found, "reset")
-    return inspect.isfunction(found) and not inspect.signature(found).parameters
+    return inspect.isfunction(named) and not inspect.signature(named).parameters
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,12 @@ class StatefulEnvironment(Environment):
     chat: Chat | None = None
     max_prompt_tokens: int = 0
     # Of this process, by number of the response: objects, and rewards that ``step`` gave.
-    objects: dict[int, Any] = field(default_factory=dict, compare=False)
+    objects: dict[int, EpisodeObject] = field(default_factory=dict, compare=False)
     _kinds: dict[int, str] = field(default_factory=dict, compare=False)
     _rewards: dict[int, float] = field(default_factory=dict, compare=False)
     _key: list[int | str] = field(default_factory=list, compare=False)  # of the rollout's draws
-    _idle: dict[str, list[Any]] = field(default_factory=dict, compare=False)
-    _first: dict[str, Any] = field(default_factory=dict, compare=False)  # an object of each kind
+    _idle: dict[str, list[EpisodeObject]] = field(default_factory=dict, compare=False)
+    _first: dict[str, EpisodeObject] = field(default_factory=dict, compare=False)  # by kind
     _tools: dict[str, list[dict[str, Any]]] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -71,7 +80,7 @@ class StatefulEnvironment(Environment):
         return make_encoder(self.tokenizer)
 
     @property
-    def factories(self) -> Mapping[str, Callable[[], Any]]:
+    def factories(self) -> Mapping[str, Callable[[], EpisodeObject]]:
         """What makes objects, by name; a single one has the empty name."""
         return self.function if isinstance(self.function, Mapping) else {"": self.function}
 
@@ -94,7 +103,7 @@ class StatefulEnvironment(Environment):
                     "other public methods, which would be its tools"
                 )
 
-    def made(self) -> Mapping[int, Any]:
+    def made(self) -> Mapping[int, EpisodeObject]:
         """The objects."""
         return self.objects
 
@@ -105,7 +114,7 @@ class StatefulEnvironment(Environment):
                 return str(getattr(made, "reward_name", type(made).__name__))
         return None
 
-    def _schemas(self, kind: str, made: Any) -> list[dict[str, Any]]:
+    def _schemas(self, kind: str, made: EpisodeObject) -> list[dict[str, Any]]:
         """JSON schemas of the tools of a kind of object; none for one with ``step``.
 
         Raises:
@@ -114,20 +123,20 @@ class StatefulEnvironment(Environment):
         if kind in self._tools:
             return self._tools[kind]
         says_itself = hasattr(made, "tool_schemas")
-        found = list(made.tool_schemas) if says_itself else []
+        schemas = list(made.tool_schemas) if says_itself else []
         for name, method in () if says_itself else self._methods(made).items():
             try:
-                found.append(tool_schema(method))
+                schemas.append(tool_schema(method))
             except ValueError as error:
                 raise ValueError(
                     f"--{self.option} {self.name}: the method {name} is no tool: {error}; give it "
                     "type hints and a docstring with Args, or a name that begins with _"
                 ) from error
-        self._tools[kind] = found
-        return found
+        self._tools[kind] = schemas
+        return schemas
 
     @staticmethod
-    def _methods(made: Any) -> dict[str, Callable[..., Any]]:
+    def _methods(made: EpisodeObject) -> dict[str, Callable[..., Any]]:
         if hasattr(made, "step"):
             return {}
         members = inspect.getmembers(made, inspect.ismethod)
@@ -168,20 +177,16 @@ class StatefulEnvironment(Environment):
         self._key[:] = key
         own = list(mine) if tensor_rank() == 0 else []
         begun = asked_together(lambda: self._begun(prompts, own, num_generations, key))
-        found = list(prompts)
+        changed = dict(enumerate(prompts))
         for text in gather_texts(json.dumps(begun)):
             for number, (tokens, row) in json.loads(text).items():
-                ids = np.array(tokens, dtype=np.int32)
-                columns = json.dumps(row).encode()
-                found[int(number)] = replace(found[int(number)], input_ids=ids, columns=columns)
-        return found
+                ids, columns = np.array(tokens, dtype=np.int32), json.dumps(row).encode()
+                n = int(number)
+                changed[n] = replace(changed[n], input_ids=ids, columns=columns)
+        return [*changed.values()]
 
     def _begun(
-        self,
-        prompts: Sequence[PromptSample],
-        mine: Sequence[int],
-        num_generations: int,
-        key: Key,
+        self, prompts: Sequence[PromptSample], mine: Sequence[int], num_generations: int, key: Key
     ) -> dict[int, tuple[list[int], dict[str, Any]]]:
         changed = {}
         for number in mine:
@@ -218,7 +223,7 @@ class StatefulEnvironment(Environment):
         return changed
 
     def _prompt(
-        self, row: dict[str, Any], said: Any, tools: list[dict[str, Any]]
+        self, row: dict[str, Any], said: object, tools: list[dict[str, Any]]
     ) -> tuple[list[int], dict[str, Any]]:
         """Tokens of a row's prompt with what ``reset`` returned, and the row with both."""
         assert self.chat is not None
@@ -248,7 +253,7 @@ class StatefulEnvironment(Environment):
             )
         return tokens, row
 
-    def _said(self, responses: Sequence[Response], places: Sequence[int]) -> list[Any]:
+    def _said(self, responses: Sequence[Response], places: Sequence[int]) -> list[object]:
         turns = [
             (self.objects[place], self._turn(response, place))
             for response, place in zip(responses, places, strict=True)
@@ -259,28 +264,28 @@ class StatefulEnvironment(Environment):
 
     def _run(
         self,
-        work: Sequence[tuple[Any, Coroutine[Any, Any, Any]]],
+        work: Sequence[tuple[EpisodeObject, Coroutine[Any, Any, object]]],
         seeds: Sequence[tuple[int, int]] = (),
-    ) -> list[Any]:
+    ) -> list[object]:
         """What the methods of objects give, within ``--reward_timeout``.
 
         Those of objects with an ``async def`` all at once; others one by one, ``random`` and
         ``numpy.random`` seeded anew by each of ``seeds``.
         """
 
-        def results() -> list[Any]:
+        def results() -> list[object]:
             if any(_is_async(made) for made, _ in work):
                 return run_together([each for _, each in work])
-            found = []
+            given = []
             for number, (_, each) in enumerate(work):
                 seed = (*self._key, *seeds[number]) if seeds else None
                 with nullcontext() if seed is None else _seeded(stream_seed("turn", *seed)):
-                    found.append(run_without_loop(each))
-            return found
+                    given.append(run_without_loop(each))
+            return given
 
         return self._within_time(results, len(work)) if self.timeout else results()
 
-    async def _turn(self, response: Response, place: int) -> Any:
+    async def _turn(self, response: Response, place: int) -> object:
         """What an object says to the actor's last turn."""
         made, turn = self.objects[place], list(response.last_turn)
         _, calls = parse_tool_calls(self.tokenizer.decode(turn))
@@ -307,7 +312,7 @@ class StatefulEnvironment(Environment):
                 self._rewards[place] = self._rewards.get(place, 0.0) + self._number(reward)
         return {"role": "user", "content": reply} if isinstance(reply, str) else reply
 
-    async def _called(self, made: Any, call: ToolCall) -> Message:
+    async def _called(self, made: EpisodeObject, call: ToolCall) -> Message:
         """A tool's message; the error of a method is told to the actor, which may do better."""
         listed = hasattr(made, "tool_schemas")
         methods = {} if listed else self._methods(made)
@@ -323,9 +328,9 @@ class StatefulEnvironment(Environment):
                 content = str({"error": str(error)})
         return {"role": "tool", "name": call.name, "content": content}
 
-    def _number(self, value: Any) -> float:
+    def _number(self, value: object) -> float:
         try:
-            number = float(value)
+            number = float(cast(SupportsFloat, value))
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
@@ -342,7 +347,7 @@ class StatefulEnvironment(Environment):
             EnvironmentFailedError: if an object fails.
         """
 
-        def found() -> list[float | None]:
+        def scores() -> list[float | None]:
             own = [n for n in places if n in self.objects]
             scored = [(self.objects[n], _scored(self.objects[n])) for n in own]
             given = self._run(scored, [(n, -1) for n in own])
@@ -351,15 +356,15 @@ class StatefulEnvironment(Environment):
                 values[n] = None if value is None else self._number(value) + self._rewards.get(n, 0)
             return [values.get(n) for n in places]
 
-        return asked_together(found)
+        return asked_together(scores)
 
 
-def _is_async(made: Any) -> bool:
+def _is_async(made: EpisodeObject) -> bool:
     members = inspect.getmembers(made, inspect.ismethod)
     return any(inspect.iscoroutinefunction(m) for n, m in members if not n.startswith("_"))
 
 
-def run_without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_without_loop(coroutine: Coroutine[Any, Any, object]) -> object:
     """What a coroutine gives that waits for nothing, without a loop: it may start one of its own.
 
     Raises:
@@ -375,17 +380,17 @@ def run_without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
     raise RuntimeError("a function that is no `async def` returned what must be awaited")
 
 
-async def _result(value: Any) -> Any:
+async def _result(value: object) -> object:
     return await value if inspect.isawaitable(value) else value
 
 
-async def _reset(made: Any, row: dict[str, Any]) -> Any:
+async def _reset(made: EpisodeObject, row: dict[str, Any]) -> object:
     names = named_parameters(made.reset)
     columns = {n: v for n, v in row.items() if n in names or takes_all(made.reset)}
     return await _result(made.reset(**(columns | ({"row": row} if "row" in names else {}))))
 
 
-async def _scored(made: Any) -> Any:
+async def _scored(made: EpisodeObject) -> object:
     """What an object says of its episode; 0, beside the rewards of turns, where it has ``step``."""
     if hasattr(made, "get_reward"):
         return await _result(made.get_reward())

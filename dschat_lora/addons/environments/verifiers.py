@@ -1,27 +1,33 @@
 """Tasksets of ``verifiers``: their environments' own ``run``, with the actor as the agent."""
 
+from __future__ import annotations
+
 import asyncio
 import atexit
 import inspect
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs
 
+import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from verifiers.v1.state import state_cls
+from verifiers.v1.types import content_text
+from verifiers.v1.utils.decorators import discover_decorated, invoke
+
 from dschat_lora.addons.environments.mcp import mcp_tool_schema
 from dschat_lora.data.tool_calls import parse_tool_calls
 from dschat_lora.rl.response.coroutines import run_together
-from dschat_lora.runtime.checks import require_packages, working_directory
+from dschat_lora.runtime.checks import working_directory
 
-
-def environment(name: str) -> Callable[[], Any]:
-    """What makes environments of ``verifiers:TASKSET``."""
-    require_packages(f"--environment {name}", "verifiers>=0.4", extra="verifiers")
-    return partial(Verifiers, name.partition(":")[2])
+# Of a tool: identifier, name and arguments.
+_Call = tuple[str, str, dict[str, Any]]
 
 
 class Verifiers:
@@ -89,25 +95,23 @@ class Verifiers:
 class _Tasks:
     """The tasks of a taskset, read as they are asked for, from the beginning again at its end."""
 
-    def __init__(self, taskset: Any) -> None:
+    def __init__(self, taskset: vf.Taskset) -> None:
         self._rest = iter(taskset)
-        self._read: list[Any] = []
+        self._read: list[vf.Task] = []
 
-    def __getitem__(self, number: int) -> Any:
+    def __getitem__(self, number: int) -> vf.Task:
         missing = max(0, number + 1 - len(self._read))
         self._read += itertools.islice(self._rest, missing)
         return self._read[number % len(self._read)]
 
 
 @cache
-def _load(name: str) -> tuple[Any, _Tasks]:
+def _load(name: str) -> tuple[vf.Env, _Tasks]:
     """The environment and tasks of a taskset.
 
     Raises:
         ValueError: if there is none, or it needs more than an actor that answers.
     """
-    import verifiers.v1 as vf
-
     identifier, _, query = name.partition("?")
     options = {key: values[0] for key, values in parse_qs(query).items()}
     where = f"--environment verifiers:{name}"
@@ -125,10 +129,8 @@ def _load(name: str) -> tuple[Any, _Tasks]:
     return env, tasks
 
 
-def _what_it_lacks(task: Any) -> str | None:
+def _what_it_lacks(task: vf.Task) -> str | None:
     """What a task needs beyond an actor that answers and tools without state, if anything."""
-    from verifiers.v1.utils.decorators import discover_decorated
-
     if task.NEEDS_CONTAINER or task.data.image is not None:
         return "a container"
     if task.hooks("stop") or discover_decorated(task, "intercept"):
@@ -140,27 +142,23 @@ def _what_it_lacks(task: Any) -> str | None:
     return None
 
 
-def _tool_servers(env: Any, task: Any) -> list[tuple[str, Any]]:
+def _tool_servers(env: vf.Env, task: vf.Task) -> list[tuple[str, MCPServer]]:
     """MCP servers, within this process, of a task's tools, with the prefix of their names."""
-    from mcp.server.mcpserver import MCPServer
-
     taskset = env.taskset
     toolsets = [*task.toolsets(task.config), *taskset.toolsets(taskset.config)]
-    found = []
+    servers = []
     for toolset in toolsets:
         prefix = toolset.server_name
         server = MCPServer(prefix or type(toolset).__name__)
         toolset.register(server)
-        found.append((f"{prefix}_" if prefix else "", server))
-    return found
+        servers.append((f"{prefix}_" if prefix else "", server))
+    return servers
 
 
-async def _play(env: Any, task: Any, agent: "_Agent") -> float:
+async def _play(env: vf.Env, task: vf.Task, agent: _Agent) -> float:
     """The reward of one episode of an environment."""
-    import verifiers.v1 as vf
-
     (name,) = [key for key, each in env.config if isinstance(each, vf.AgentConfig)]
-    agents: Any = SimpleNamespace(**{name: agent})
+    agents = SimpleNamespace(**{name: agent})
     await env.setup(agents)
     await env.run(task, agents)
     info = vf.EnvInfo(id=env.config.env_id)
@@ -169,9 +167,7 @@ async def _play(env: Any, task: Any, agent: "_Agent") -> float:
     return float(sum(trace.reward for trace in agent.traces))
 
 
-def _trace_task(task: Any) -> Any:
-    import verifiers.v1 as vf
-
+def _trace_task(task: vf.Task) -> vf.TraceTask:
     return vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
@@ -180,25 +176,21 @@ class _Agent:
 
     trainable = True
 
-    def __init__(self, servers: list[tuple[str, Any]]) -> None:
+    def __init__(self, servers: list[tuple[str, MCPServer]]) -> None:
         self.asked: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.traces: list[Any] = []
+        self.traces: list[vf.Trace] = []
         self._servers = servers
 
-    async def run(self, task: Any) -> Any:
+    async def run(self, task: vf.Task) -> vf.Trace:
         """Take one turn; the trace, scored."""
         async with self.interaction(task) as interaction:
             await interaction.turn()
         return interaction.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any) -> AsyncIterator["_Interaction"]:
+    async def interaction(self, task: vf.Task) -> AsyncIterator[_Interaction]:
         """Turns of a task; its rewards are on the trace behind the block."""
-        import verifiers.v1 as vf
-        from verifiers.v1.state import state_cls
-        from verifiers.v1.utils.decorators import invoke
-
         trace = vf.Trace(
             task=_trace_task(task),
             state=state_cls(type(task))(),
@@ -216,15 +208,13 @@ class _Agent:
 class _Interaction:
     """The turns of one trace."""
 
-    def __init__(self, agent: _Agent, task: Any, trace: Any) -> None:
+    def __init__(self, agent: _Agent, task: vf.Task, trace: vf.Trace) -> None:
         self.trace = trace
         self._agent, self._task, self._calls = agent, task, itertools.count()
 
-    async def turn(self, message: Any = None) -> Any:
+    async def turn(self, message: str | list[vf.UserMessage] | None = None) -> vf.Segment:
         """The answer to a message, after the tool calls on the way to it."""
-        import verifiers.v1 as vf
-
-        asked: list[Any] = []
+        asked: list[vf.Message] = []
         if not self.trace.nodes:
             begin, prompt = self._task.data.system_prompt, self._task.data.prompt
             asked += [] if begin is None else [vf.SystemMessage(content=begin)]
@@ -232,7 +222,7 @@ class _Interaction:
         if isinstance(message, str):
             message = [vf.UserMessage(content=message)]
         asked += message or []
-        answers: list[Any] = []
+        answers: list[vf.Message] = []
         while asked:
             self._record(asked)
             self._agent.asked.put_nowait([_as_dict(each) for each in asked])
@@ -242,29 +232,23 @@ class _Interaction:
             answers += [answer, *asked]
         return vf.Segment(messages=answers)
 
-    def _record(self, messages: list[Any], *, sampled: bool = False) -> None:
-        import verifiers.v1 as vf
+    def _record(self, messages: list[vf.Message], *, sampled: bool = False) -> None:
 
         nodes = self.trace.nodes
         for each in messages:
             parent = len(nodes) - 1 if nodes else None
             nodes.append(vf.MessageNode(parent=parent, message=each, sampled=sampled))
 
-    def _read(self, message: dict[str, Any]) -> tuple[Any, list[tuple[str, str, dict[str, Any]]]]:
+    def _read(self, message: dict[str, Any]) -> tuple[vf.AssistantMessage, list[_Call]]:
         """An answer as ``verifiers`` has it, and its calls: identifier, name, arguments."""
-        import verifiers.v1 as vf
-
         made = [each["function"] for each in message.get("tool_calls", ())]
         calls = [(f"call_{next(self._calls)}", each["name"], each["arguments"]) for each in made]
         content = parse_tool_calls(message["content"])[0] if calls else message["content"]
         listed = [vf.ToolCall(id=i, name=n, arguments=json.dumps(a)) for i, n, a in calls]
         return vf.AssistantMessage(content=content, tool_calls=listed or None), calls
 
-    async def _called(self, identifier: str, name: str, values: dict[str, Any]) -> Any:
+    async def _called(self, identifier: str, name: str, values: dict[str, Any]) -> vf.ToolMessage:
         """The message of a tool; what is wrong with a call is told to the actor."""
-        import verifiers.v1 as vf
-        from mcp.server.mcpserver.exceptions import ToolError
-
         text = str({"error": f"there is no tool {name}"})
         for prefix, server in self._agent._servers:
             tools = [each.name for each in await server.list_tools()]
@@ -277,9 +261,7 @@ class _Interaction:
         return vf.ToolMessage(tool_call_id=identifier, name=name, content=text)
 
 
-def _as_dict(message: Any) -> dict[str, Any]:
+def _as_dict(message: vf.Message) -> dict[str, Any]:
     """A message for the chat template."""
-    from verifiers.v1.types import content_text
-
-    found = {"role": message.role, "content": content_text(message.content)}
-    return found | ({"name": message.name} if message.role == "tool" else {})
+    said = {"role": message.role, "content": content_text(message.content)}
+    return said | ({"name": message.name} if message.role == "tool" else {})

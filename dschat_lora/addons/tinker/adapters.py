@@ -1,12 +1,10 @@
-"""Base models, and the adapters that are trained on them: each with gradients and an AdamW."""
+"""Adapters in training on a base, each with gradients and an AdamW, and those that were saved."""
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,51 +12,26 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dschat_lora.addons.tinker.bases import Base, copy_values
 from dschat_lora.addons.tinker.losses import DatumLoss, Numbers
 from dschat_lora.addons.tinker.processes import agreed
 from dschat_lora.algos.segments import Spans
 from dschat_lora.checkpoint.adapter import lora_config_of, read_adapter, write_adapter
 from dschat_lora.checkpoint.export import write_beside
 from dschat_lora.checkpoint.tensors import save_tensors
-from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.groups import LoraConfig
 from dschat_lora.data.batch import PaddedRows, batch_to_device
-from dschat_lora.engine.build import DTYPES, resolve_dtype
-from dschat_lora.engine.distributed import device, rank, sum_over_ranks, sum_tensor_, world_size
-from dschat_lora.generation.generate import check_cache
+from dschat_lora.engine.distributed import rank, sum_over_ranks, sum_tensor_, world_size
 from dschat_lora.lora.casts import FactorCasts
 from dschat_lora.lora.model import adapter_layout, adapter_parameters
-from dschat_lora.lora.targets import choose_targets
 from dschat_lora.models.blocks import recompute_blocks
-from dschat_lora.models.build import AdaptedModel, build_causal_lm
 from dschat_lora.models.causal_lm import CausalLMLogprobs
-from dschat_lora.models.loading import (
-    PreTrainedModel,
-    Tokenizer,
-    end_ids,
-    load_causal_lm,
-    load_config,
-    load_tokenizer,
-    stop_at,
-)
-from dschat_lora.models.source import ModelSource
+from dschat_lora.models.loading import end_ids, stop_at
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 CHECKPOINT_FILE = "checkpoint.json"
-LORA_ALPHA = 32.0  # the update is scaled by it over the rank, so that one rate fits all ranks
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _LARGE = 1e30  # well within fp32
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Adapting:
-    """Which layers of a base train, and of what rank."""
-
-    rank: int
-    seed: int = 0
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +50,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class DatumBatch:
-    """Examples as rows; the fields are those of a ``CausalLMLogprobs``'s call."""
+    """Examples as rows; the fields are the arguments of a ``CausalLMLogprobs``, in their order."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -86,11 +59,6 @@ class DatumBatch:
     logit_positions: Tensor
     target_ids: Tensor
     spans: Spans
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        ids = self.input_ids, self.position_ids, self.segment_ids, self.branch_ids
-        return *ids, self.logit_positions, self.target_ids, self.spans
 
 
 @dataclass(frozen=True)
@@ -109,118 +77,6 @@ class AdamParams:
             below = 1.0 if name.startswith("beta") else _LARGE
             if not 0 <= value < below:
                 raise ValueError(f"adam_params.{name} must be in [0, {below:g}), got {value}")
-
-
-@dataclass(frozen=True, eq=False)
-class Base:
-    """A model whose weights no request changes, and its tokenizer.
-
-    Attributes:
-        name: that requests know it by.
-        limit: most tokens of a sequence.
-    """
-
-    name: str
-    source: ModelSource
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    options: ModelConfig
-    limit: int
-    recomputes: bool
-    attention: tuple[str, ...]  # layers, by whole name
-    others: tuple[str, ...]
-    head: str
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return frozenset(end_ids(self.tokenizer))
-
-    @property
-    def pad_id(self) -> int:
-        """Any token, which masks hide."""
-        return int(self.tokenizer.pad_token_id)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Tokens are below it."""
-        return int(self.model.get_input_embeddings().num_embeddings)
-
-    def lora_of(self, how: Adapting) -> LoraConfig:
-        """The options of an adapter.
-
-        Raises:
-            ValueError: if nothing would train, or the rank does not fit.
-        """
-        width = int(self.model.get_input_embeddings().embedding_dim)
-        if not 1 <= how.rank <= width:
-            raise ValueError(
-                f"lora_config.rank must be from 1 to {width}, the width of {self.name}, got "
-                f"{how.rank}"
-            )
-        chosen = [
-            *(self.attention if how.train_attn else ()),
-            *(self.others if how.train_mlp else ()),
-            *((self.head,) if how.train_unembed else ()),
-        ]
-        if not chosen:
-            raise ValueError(
-                "lora_config trains nothing: train_mlp, train_attn and train_unembed are all false"
-            )
-        return LoraConfig(lora_dim=how.rank, lora_alpha=LORA_ALPHA, target_modules=tuple(chosen))
-
-    def adapted(
-        self, lora: LoraConfig, *, seed: int = 0, tensors: Mapping[str, Tensor] | None = None
-    ) -> AdaptedModel:
-        """Another model on the same weights, with an adapter that is new or has these values."""
-        adapted = build_causal_lm(
-            self.source,
-            self.tokenizer,
-            self.options,
-            lora,
-            dtype=self.model.dtype,
-            seed=seed,
-            meta=False,
-            base=self.model,
-        )
-        adapted.model.to(self.model.device).eval()
-        if tensors is not None:
-            copy_values(adapter_parameters(adapted.model), tensors)
-        return adapted
-
-
-def open_base(name: str, source: ModelSource, options: ModelConfig, *, recomputes: bool) -> Base:
-    """Load a base.
-
-    Raises:
-        ValueError: if it cannot be loaded, or trained in its type.
-    """
-    if source.adapter is not None:
-        raise ValueError(
-            f"{name} is an adapter: name its base, or merge it first (dschat-lora merge)"
-        )
-    dtype = resolve_dtype(options.dtype)
-    if dtype == "fp16":
-        raise ValueError("--dtype fp16 needs loss scaling, which is not built here: bf16 or fp32")
-    config = load_config(source.base, options)
-    model = load_causal_lm(source.base, config, options, dtype=DTYPES[dtype], meta=False)
-    model = model.requires_grad_(False).to(device()).eval()
-    check_cache(model)
-    tokenizer = load_tokenizer(source.tokenizer, options)
-    linear = choose_targets(model, LoraConfig(lora_dim=1))
-    heads = [n for n, m in model.named_modules() if m is model.get_output_embeddings()]
-    return Base(
-        name,
-        source,
-        model,
-        tokenizer,
-        options,
-        limit=int(getattr(model.config, "max_position_embeddings", None) or 2**31),
-        recomputes=recomputes,
-        attention=tuple(each for each in linear if _ATTENTION.search(each)),
-        others=tuple(each for each in linear if not _ATTENTION.search(each)),
-        head=heads[0],
-    )
 
 
 class TrainedAdapter:
@@ -279,37 +135,39 @@ class TrainedAdapter:
             ValueError: if the loss is not finite.
         """
         try:
-            found = agreed(lambda: self._own_part(examples, loss, backward=backward))
+            own = agreed(lambda: self._own_part(examples, loss, backward=backward))
         except BaseException:
             if backward:  # those of some batches are no gradient of anything
                 self.drop_gradients()
             raise
-        return self.merged(*found, backward=backward)
+        return self.merged(*own, backward=backward)
 
     def _own_part(
         self, examples: Sequence[Datum], loss: DatumLoss, *, backward: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """What :meth:`forward` returns, of this process's examples; 0 for those of others."""
-        found = [torch.zeros(each.targets.shape) for each in examples]
+        all_logprobs = [torch.zeros(each.targets.shape) for each in examples]
         total = torch.zeros((), dtype=torch.float64, device=self.model.device)
         self.model.train(backward)
         try:
             with torch.set_grad_enabled(backward), self._casts.in_use():
                 for numbers in self.batches(examples):
                     chosen = [examples[n] for n in numbers]
-                    logprobs = self._logprobs(chosen)
+                    rows = batch_to_device(make_batch(chosen, self.base.pad_id), self.model.device)
+                    flat = self._module(*vars(rows).values())
+                    logprobs = in_shapes(flat, [each.targets for each in chosen])
                     part = loss(logprobs, numbers_on(total.device, chosen))
                     if backward:
                         part.backward()  # type: ignore[no-untyped-call]
                     total += part.detach()
                     for n, values in zip(numbers, logprobs, strict=True):
-                        found[n] = values.detach().float().cpu()
+                        all_logprobs[n] = values.detach().float().cpu()
         finally:
             self.model.eval()
-        return total, found
+        return total, all_logprobs
 
     def merged(
-        self, total: Tensor, found: list[Tensor], *, backward: bool
+        self, total: Tensor, all_logprobs: list[Tensor], *, backward: bool
     ) -> tuple[float, list[Tensor]]:
         """The loss and log-probabilities of all processes; gradients are summed; on every rank.
 
@@ -318,8 +176,8 @@ class TrainedAdapter:
         """
         if world_size() > 1:
             sum_tensor_(total)
-            flat = torch.cat([each.flatten() for each in found]).to(total.device)
-            found = in_shapes(sum_tensor_(flat).cpu(), found)
+            flat = torch.cat([each.flatten() for each in all_logprobs]).to(total.device)
+            all_logprobs = in_shapes(sum_tensor_(flat).cpu(), all_logprobs)
         if not math.isfinite(value := float(total)):
             if backward:
                 self.drop_gradients()
@@ -327,7 +185,7 @@ class TrainedAdapter:
         if backward:
             self.losses.append(value)
             self._sum_gradients()
-        return value, found
+        return value, all_logprobs
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
@@ -367,16 +225,10 @@ class TrainedAdapter:
         if batch:
             yield batch
 
-    def _logprobs(self, examples: Sequence[Datum]) -> list[Tensor]:
-        """Of each example's targets, in their shape."""
-        batch = make_batch(examples, self.base.pad_id)
-        flat = self._module(*batch_to_device(batch, self.model.device).inputs)
-        return in_shapes(flat, [each.targets for each in examples])
-
     def head(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """(N,) log-probabilities of (N,) targets after (N, H) hidden states, by its own head."""
-        found: Tensor = self._module.head(hidden, targets)
-        return found
+        logprobs: Tensor = self._module.head(hidden, targets)
+        return logprobs
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """An AdamW step from the gradients since the last one, which are then gone.
@@ -446,11 +298,11 @@ class TrainedAdapter:
 
         With ZeRO those of this process's shard.
         """
-        found = {}
-        for name, parameter in self._stepped.items():
-            for key, value in self._adam.state.get(parameter, {}).items():
-                found[f"{key}/{name}"] = value.detach().clone()
-        return found
+        return {
+            f"{key}/{name}": value.detach().clone()
+            for name, parameter in self._stepped.items()
+            for key, value in self._adam.state.get(parameter, {}).items()
+        }
 
     def load(self, values: Mapping[str, Tensor], moments: Mapping[str, Tensor], steps: int) -> None:
         """Become what was saved; without moments AdamW begins anew.
@@ -470,19 +322,15 @@ class TrainedAdapter:
         self.steps = steps
 
     def write(
-        self, directory: Path, moments: Mapping[str, Tensor], facts: Mapping[str, Any]
+        self, directory: Path, moments: Mapping[str, Tensor], facts: Mapping[str, object]
     ) -> None:
         """Write the adapter as PEFT reads it, and beside it what training goes on from.
 
         ``moments`` are those of all processes; none are written of a sampler. Call on one rank.
         """
         stop_at(self.model, end_ids(self.base.tokenizer))
-        card = {
-            "data": {},
-            "training": {"optimizer steps": self.steps},
-            "metrics": {},
-            "versions": {},
-        }
+        training = {"optimizer steps": self.steps}
+        card = {"data": {}, "training": training, "metrics": {}, "versions": {}}
 
         def write_more(staging: Path) -> None:
             write_beside(staging, self.model, self.base.tokenizer, card)
@@ -546,20 +394,6 @@ def numbers_on(device: torch.device, examples: Sequence[Datum]) -> list[Numbers]
     return [{key: each.to(device) for key, each in own.numbers.items()} for own in examples]
 
 
-def copy_values(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy values over the parameters of the same names.
-
-    Raises:
-        ValueError: if names or shapes differ.
-    """
-    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
-    if shapes != {name: tuple(each.shape) for name, each in values.items()}:
-        raise ValueError("the weights are those of an adapter of other layers or another rank")
-    with torch.no_grad():
-        for name, value in values.items():
-            parameters[name].copy_(value)
-
-
 @dataclass(frozen=True)
 class SavedAdapter:
     """An adapter as :meth:`Adapter.write` has written it."""
@@ -567,7 +401,7 @@ class SavedAdapter:
     lora: LoraConfig
     values: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
+    steps: int
 
 
 def read_saved(directory: Path) -> SavedAdapter:
@@ -583,5 +417,5 @@ def read_saved(directory: Path) -> SavedAdapter:
         lora_config_of(directory),
         read_adapter(directory).tensors,
         load_file(optimizer) if optimizer.is_file() else {},
-        json.loads((directory / CHECKPOINT_FILE).read_text(encoding="utf-8")),
+        json.loads((directory / CHECKPOINT_FILE).read_text(encoding="utf-8"))["steps"],
     )

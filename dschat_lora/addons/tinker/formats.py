@@ -11,9 +11,11 @@ import torch
 from tinker.proto import tinker_public_pb2 as messages
 from torch import Tensor
 
-from dschat_lora.addons.tinker.adapters import AdamParams, Adapting, Base, Datum
+from dschat_lora.addons.tinker.adapters import AdamParams, Datum
+from dschat_lora.addons.tinker.bases import Adapting, Base
 from dschat_lora.addons.tinker.losses import RATIO_MASK, READS, DatumLoss, make_loss
 from dschat_lora.addons.tinker.samplers import MAX_TOP, SampleOptions, SampleRequest, SampleResult
+from dschat_lora.addons.tinker.store import Facts
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 MAX_SAMPLES = 1024
@@ -24,16 +26,21 @@ _TYPES = {messages.DTYPE_FLOAT32: np.float32, messages.DTYPE_INT64: np.int64}
 
 
 class JsonFields:
-    """The fields of a JSON object, each of a type; what is unknown is refused at the end."""
+    """The fields of a JSON object, each of a type; what is unknown is refused at the end.
+
+    Attributes:
+        rest: those that were not taken.
+    """
 
     def __init__(self, value: object, where: str = "") -> None:
         if not isinstance(value, dict):
             raise ValueError(f"{where or 'the body'} must be an object, got {value!r:.80}")
-        self._rest, self._where = dict(value), where and f"{where}."
+        self.rest: Facts = dict(value)
+        self._where = where and f"{where}."
 
     def take(self, name: str, kind: type[ValueT], default: Any = ...) -> Any:
         """A field's value; null counts as absent."""
-        value = self._rest.pop(name, None)
+        value = self.rest.pop(name, None)
         if value is None:
             if default is ...:
                 raise ValueError(f"{self._where}{name} is missing")
@@ -52,15 +59,15 @@ class JsonFields:
 
     def texts(self, name: str) -> dict[str, str] | None:
         """A field that is an object of texts, or absent."""
-        found: dict[str, str] | None = self.take(name, dict, None)
-        if found is not None and not all(isinstance(each, str) for each in found.values()):
-            raise ValueError(f"{self._where}{name} must have texts alone, got {found!r:.80}")
-        return found
+        texts: dict[str, str] | None = self.take(name, dict, None)
+        if texts is not None and not all(isinstance(each, str) for each in texts.values()):
+            raise ValueError(f"{self._where}{name} must have texts alone, got {texts!r:.80}")
+        return texts
 
     def finish(self) -> None:
         """Refuse what was not taken."""
-        if self._rest:
-            raise ValueError(f"{self._where}{next(iter(self._rest))} is not known here")
+        if self.rest:
+            raise ValueError(f"{self._where}{next(iter(self.rest))} is not known here")
 
 
 @dataclass(frozen=True)
@@ -72,18 +79,18 @@ class ForwardBackward:
     forward_only: bool
 
 
-def parse_message(body: bytes) -> Any:
+def parse_message(body: bytes) -> messages.ForwardBackwardRequest:
     """The protobuf message of ``forward_backward``.
 
     Raises:
         ValueError: if it is none.
     """
-    found = messages.ForwardBackwardRequest()
+    message = messages.ForwardBackwardRequest()
     try:
-        found.ParseFromString(body)
+        message.ParseFromString(body)
     except Exception as error:  # of the protobuf library, by its version
         raise ValueError("the body is no protobuf message of forward_backward") from error
-    return found
+    return message
 
 
 def forward_backward(body: bytes, base: Base) -> ForwardBackward:
@@ -92,21 +99,21 @@ def forward_backward(body: bytes, base: Base) -> ForwardBackward:
     Raises:
         ValueError: naming the example and its field.
     """
-    found = parse_message(body)
+    message = parse_message(body)
     settings = {}
-    for name, value in found.loss_fn_config_v2.items():
+    for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
             raise ValueError(f"loss_fn_config[{name!r}] must be a number, got {value.text!r:.80}")
         settings[name] = value.number
     if not settings:
-        settings = dict(found.loss_fn_config)
-    loss = make_loss(found.loss_fn, settings)
-    if not found.data:
+        settings = dict(message.loss_fn_config)
+    loss = make_loss(message.loss_fn, settings)
+    if not message.data:
         raise ValueError("data is empty: there is nothing to learn from")
     examples = [
-        _example(each, loss, base, f"data[{number}]") for number, each in enumerate(found.data)
+        _example(each, loss, base, f"data[{number}]") for number, each in enumerate(message.data)
     ]
-    return ForwardBackward(examples, loss, bool(found.forward_only))
+    return ForwardBackward(examples, loss, bool(message.forward_only))
 
 
 def _example(datum: Any, loss: DatumLoss, base: Base, where: str) -> Datum:
@@ -209,9 +216,9 @@ def _array(tensor: Any, where: str) -> Any:
 def _check_tokens(tokens: Any, base: Base, where: str) -> None:
     wrong = (tokens < 0) | (tokens >= base.vocabulary_size)
     if wrong.any() or tokens.dtype.kind not in "iu":
-        found = tokens[wrong].flat[0] if wrong.any() else tokens.flat[0]
+        token = tokens[wrong].flat[0] if wrong.any() else tokens.flat[0]
         raise ValueError(
-            f"{where} has the token {found}; those of {base.name} are whole numbers from 0 to "
+            f"{where} has the token {token}; those of {base.name} are whole numbers from 0 to "
             f"{base.vocabulary_size - 1}"
         )
 
@@ -330,10 +337,10 @@ def _model_input(body: Mapping[str, Any], base: Base, where: str) -> list[int]:
         fields = JsonFields(chunk, f"{where}.chunks[{number}]")
         if (kind := fields.take("type", str, "encoded_text")) != "encoded_text":
             raise ValueError(f"{where}.chunks[{number}] is {kind!r}; text alone is built here")
-        found = fields.take("tokens", list)
-        if not all(type(each) is int for each in found):
+        numbers = fields.take("tokens", list)
+        if not all(type(each) is int for each in numbers):
             raise ValueError(f"{where}.chunks[{number}].tokens must be a list of whole numbers")
-        tokens += found
+        tokens += numbers
     if not tokens:
         raise ValueError(f"{where} has no tokens: an answer needs one to follow")
     _check_tokens(np.array(tokens), base, where)
@@ -355,9 +362,9 @@ def _targets(body: Mapping[str, Any], base: Base, length: int) -> Tensor:
 
 def sample_response(result: SampleResult) -> bytes:
     """The result of ``asample``."""
-    found = messages.SampleResponse()
+    response = messages.SampleResponse()
     for each in result.sequences:
-        sequence = found.sequences.add(
+        sequence = response.sequences.add(
             stop_reason=messages.STOP_REASON_STOP if each.stopped else messages.STOP_REASON_LENGTH,
             tokens=np.array(each.tokens, dtype=np.int32).tobytes(),
             logprobs=np.array(each.logprobs, dtype=np.float32).tobytes(),
@@ -366,14 +373,14 @@ def sample_response(result: SampleResult) -> bytes:
             _put_top(sequence.topk_sampled_logprobs, each.top, first=False)
     if result.prompt_logprobs is not None:
         values = np.concatenate([[np.nan], result.prompt_logprobs.numpy()]).astype(np.float32)
-        found.prompt_logprobs = values.tobytes()
+        response.prompt_logprobs = values.tobytes()
     if result.top_prompt is not None:
-        _put_top(found.topk_prompt_logprobs, result.top_prompt, first=True)
+        _put_top(response.topk_prompt_logprobs, result.top_prompt, first=True)
     if result.targets is not None:
-        tensor = found.target_prompt_logprobs
+        tensor = response.target_prompt_logprobs
         tensor.dtype, tensor.dense = messages.DTYPE_FLOAT32, result.targets.numpy().tobytes()
         tensor.shape.extend(result.targets.shape)
-    return found.SerializeToString()
+    return response.SerializeToString()
 
 
 def _put_top(place: Any, top: tuple[Tensor, Tensor], *, first: bool) -> None:
@@ -399,32 +406,26 @@ def adapting(body: Mapping[str, Any] | None) -> Adapting:
     if body is None:
         raise ValueError("lora_config is missing: adapters alone are trained here")
     fields = JsonFields(body, "lora_config")
-    found = Adapting(
-        fields.take("rank", int),
-        fields.take("seed", int, 0),
-        train_attn=fields.take("train_attn", bool, True),
-        train_mlp=fields.take("train_mlp", bool, True),
-        train_unembed=fields.take("train_unembed", bool, True),
-    )
+    trains = {name: fields.take(f"train_{name}", bool, True) for name in ("attn", "mlp", "unembed")}
+    how = Adapting(fields.take("rank", int), fields.take("seed", int, 0), *trains.values())
     fields.finish()
-    return found
+    return how
 
 
-def content_of(body: bytes) -> dict[str, Any]:
+def content_of(body: bytes) -> JsonFields:
     """The fields of a JSON body but those that say of what and which request it is."""
-    found: dict[str, Any] = json.loads(body)
+    fields = JsonFields(json.loads(body))
     for name in ("type", "model_id", "seq_id", "session_id", "model_seq_id"):
-        found.pop(name, None)
-    return found
+        fields.rest.pop(name, None)
+    return fields
 
 
-def adam_params(body: Mapping[str, Any]) -> AdamParams:
+def adam_params(fields: JsonFields) -> AdamParams:
     """The parameters of an ``optim_step``.
 
     Raises:
         ValueError: naming the field.
     """
-    fields = JsonFields(body)
     if fields.take("optimizer_params", dict, None) is not None:
         raise ValueError("optimizer_params: AdamW alone is built here; send adam_params")
     given = fields.take("adam_params", dict)
@@ -433,8 +434,8 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
         raise ValueError(f"adam_params.{lost} must be finite, got null")
     inner = JsonFields(given, "adam_params")
     defaults = vars(AdamParams())
-    found = AdamParams(
+    params = AdamParams(
         **{name: inner.take(name, float, default) for name, default in defaults.items()}
     )
     inner.finish()
-    return found
+    return params

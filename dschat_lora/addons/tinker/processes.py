@@ -62,8 +62,7 @@ class Channel:
 
     def receive(self) -> list[Any]:
         """What rank 0 sent; call on every other rank."""
-        found: list[Any] = json.loads(broadcast_bytes(b"", 0, self._group))
-        return found
+        return json.loads(broadcast_bytes(b"", 0, self._group))
 
     def gather(self, own: bytes) -> list[bytes]:
         """What every process has, by rank; call on every rank."""

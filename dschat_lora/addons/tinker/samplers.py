@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat_lora.addons.tinker.adapters import Base
+from dschat_lora.addons.tinker.bases import Base
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.generation.generate import Decoder
@@ -235,8 +235,8 @@ class Sampler:
         following = torch.tensor(request.prompt[1:], dtype=torch.int64)
         targets = None
         if request.targets is not None:
-            found = table.gather(1, request.targets.clamp(min=0))
-            targets = found.masked_fill(request.targets < 0, 0.0)
+            chosen = table.gather(1, request.targets.clamp(min=0))
+            targets = chosen.masked_fill(request.targets < 0, 0.0)
         return SampleResult(
             sequences,
             table.gather(1, following[:, None])[:, 0] if request.prompt_logprobs else None,

@@ -93,7 +93,7 @@ class _SharedLoraLinear(torch.autograd.Function):
         all_grads = torch.split(grad_output.reshape(-1, grad_output.shape[-1]), counts)
         values = values_of(weight, grad_output.dtype)
         matrix = values.t() if ctx.transposed else values
-        grads_x, found = [], list[Tensor | None]()
+        grads_x, factor_grads = [], list[Tensor | None]()
         for rows, grad, (_, scaling) in zip(all_rows, all_grads, ctx.parts, strict=True):
             grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
             if scaling is not None:
@@ -101,10 +101,10 @@ class _SharedLoraLinear(torch.autograd.Function):
                 grad_inner = scaled_product(grad, up.to(grad.dtype), scaling)
                 if grad_x is not None:
                     grad_x.addmm_(grad_inner, down.to(grad.dtype))
-                found.append(product_as(down.dtype, grad_inner.t(), rows))
-                found.append(product_as(up.dtype, grad.t(), inner))
+                factor_grads.append(product_as(down.dtype, grad_inner.t(), rows))
+                factor_grads.append(product_as(up.dtype, grad.t(), inner))
             grads_x.append(grad_x)
         whole = None
         if ctx.needs_input_grad[0]:
             whole = torch.cat([each for each in grads_x if each is not None]).view(x.shape)
-        return whole, None, None, None, None, *found
+        return whole, None, None, None, None, *factor_grads

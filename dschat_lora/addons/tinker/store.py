@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from dschat_lora.addons.tinker.adapters import CHECKPOINT_FILE
 from dschat_lora.checkpoint.tensors import save_weights
 from dschat_lora.config.staging import check_place, open_in_place, staged_file, write_whole
 
+Facts = dict[str, Any]  # JSON-able, by name
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 UNNAMED = ".unnamed-"  # weights for a sampler that no request can name
 KEPT_UNNAMED = 4  # of each run
 KEPT_RESULTS = 512  # of each run, which clients may still ask for
+MOST_NUMBER = 2**31 - 1  # of a request, a model or seconds
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _STATE = "state.safetensors"
 _CHANGING = threading.Lock()  # facts of saved weights, which requests of a server change
@@ -32,6 +34,36 @@ _CHANGING = threading.Lock()  # facts of saved weights, which requests of a serv
 def now() -> str:
     """The time in UTC, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def end_of_time(seconds: int | None) -> str | None:
+    """When weights go that stay so long; None: never.
+
+    Raises:
+        ValueError: if it is no such time.
+    """
+    if seconds is None:
+        return None
+    if not 1 <= seconds <= MOST_NUMBER:
+        raise ValueError(f"ttl_seconds must be from 1 to {MOST_NUMBER}")
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat(timespec="milliseconds")
+
+
+def kept_facts(place: Path) -> Facts | None:
+    """What is known of saved weights; None where there are none, or their time is over."""
+    if not (place / CHECKPOINT_FILE).is_file():
+        return None
+    facts = _read(place / CHECKPOINT_FILE)
+    return None if _is_over(facts) else facts
+
+
+def _is_over(facts: Facts) -> bool:
+    return (ends := facts.get("expires_at")) is not None and ends <= now()
+
+
+def _read(path: Path) -> Facts:
+    facts: Facts = json.loads(path.read_text("utf-8"))
+    return facts
 
 
 @dataclass(frozen=True)
@@ -75,22 +107,17 @@ class RunStore:
         self.directory, self.run = directory, run
         self._log, self._results = directory / "log", directory / "results"
 
-    def create(self, facts: Mapping[str, Any]) -> None:
+    def create(self, facts: Facts) -> None:
         """Make the directory of a new run."""
         for each in (self._log, self._results):
             each.mkdir(parents=True, exist_ok=True)
-        self.write_facts(facts)
-
-    def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """What is known of the run beside its state."""
         write_whole(self.directory / "run.json", json.dumps(facts, indent=1) + "\n")
 
-    def facts(self) -> dict[str, Any]:
-        """What :meth:`write_facts` has written."""
-        found: dict[str, Any] = json.loads((self.directory / "run.json").read_text("utf-8"))
-        return found
+    def facts(self) -> Facts:
+        """What is known of the run beside its state."""
+        return _read(self.directory / "run.json")
 
-    def write_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def write_state(self, tensors: Mapping[str, Tensor], facts: Facts) -> None:
         """The state after request ``facts["seq"]``; what was logged up to it is dropped."""
         with staged_file(self.directory / _STATE) as staging:
             flat = {key: value.cpu().contiguous() for key, value in tensors.items()}
@@ -103,19 +130,19 @@ class RunStore:
             if seq <= facts["seq"] - KEPT_RESULTS:
                 path.unlink()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, Tensor], Facts]:
         """Tensors and facts of the last :meth:`write_state`."""
         with safe_open(self.directory / _STATE, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             return tensors, json.loads(file.metadata()["facts"])
 
-    def state_facts(self) -> dict[str, Any] | None:
+    def state_facts(self) -> Facts | None:
         """Facts of the last state; None where there is none."""
         if not (self.directory / _STATE).is_file():
             return None
         with safe_open(self.directory / _STATE, framework="pt") as file:
-            found: dict[str, Any] = json.loads(file.metadata()["facts"])
-            return found
+            facts: Facts = json.loads(file.metadata()["facts"])
+            return facts
 
     def log(self, seq: int, kind: str, body: bytes) -> None:
         """Keep a request before it is acknowledged."""
@@ -167,11 +194,11 @@ class RunStore:
         """The directory of saved weights."""
         return self.directory / weights.kind / weights.name
 
-    def change(self, weights: Weights, **facts: Any) -> None:
+    def change(self, weights: Weights, **facts: object) -> None:
         """Change what is known of saved weights."""
         file = self.place(weights) / CHECKPOINT_FILE
         with _CHANGING:
-            write_whole(file, json.dumps({**json.loads(file.read_text("utf-8")), **facts}) + "\n")
+            write_whole(file, json.dumps(_read(file) | facts) + "\n")
 
     def delete(self, weights: Weights) -> None:
         """Delete saved weights: they are there whole, or not at all."""
@@ -181,19 +208,18 @@ class RunStore:
         place.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def all_weights(self) -> Iterator[tuple[Weights, dict[str, Any]]]:
+    def all_weights(self) -> list[tuple[Weights, Facts]]:
         """Saved weights that have a name, the oldest first, with their facts; expired ones go."""
-        found = []
+        saved = []
         for kind in KINDS:
             for place in (self.directory / kind).glob("[!.]*"):
                 with suppress(FileNotFoundError):  # one that is replaced at this moment
-                    facts = json.loads((place / CHECKPOINT_FILE).read_text("utf-8"))
-                    if (ends := facts.get("expires_at")) is not None and ends <= now():
+                    facts = _read(place / CHECKPOINT_FILE)
+                    if _is_over(facts):
                         shutil.rmtree(place, ignore_errors=True)
-                        continue
-                    found.append((facts["time"], Weights(self.run, kind, place.name), facts))
-        for _, weights, facts in sorted(found, key=lambda each: each[0]):
-            yield weights, facts
+                    else:
+                        saved.append((Weights(self.run, kind, place.name), facts))
+        return sorted(saved, key=lambda each: each[1]["time"])
 
     def drop_unnamed(self) -> set[str]:
         """Delete all but the last few weights without a name; their paths."""
@@ -204,7 +230,7 @@ class RunStore:
             shutil.rmtree(place, ignore_errors=True)
         return {Weights(self.run, "sampler_weights", place.name).path for place in gone}
 
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
+    def append_metrics(self, line: Facts) -> None:
         """A line of ``metrics.jsonl``, which ``dschat-lora report`` reads."""
         with open_in_place(self.directory / "metrics.jsonl", "a") as file:
             file.write(json.dumps({**line, "time": time.time()}) + "\n")
@@ -229,16 +255,14 @@ class Store:
     def runs(self) -> Iterator[RunStore]:
         """Of all runs."""
         for path in sorted((self.directory / "runs").glob("*/run.json")):
-            run = json.loads(path.read_text("utf-8"))["model_id"]
-            yield RunStore(path.parent, run)
+            yield RunStore(path.parent, _read(path)["model_id"])
 
-    def table(self, name: str) -> dict[str, Any]:
+    def table(self, name: str) -> dict[str, Facts]:
         """A table of facts by id, such as ``sessions``."""
         path = self.directory / f"{name}.json"
-        found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        return found
+        return _read(path) if path.is_file() else {}
 
-    def write_table(self, name: str, table: Mapping[str, Any]) -> None:
+    def write_table(self, name: str, table: Mapping[str, Facts]) -> None:
         """Write it whole."""
         write_whole(self.directory / f"{name}.json", json.dumps(table, indent=1) + "\n")
 

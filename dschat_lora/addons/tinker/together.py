@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from dschat_lora.addons.tinker.adapters import (
-    Base,
     Datum,
     TrainedAdapter,
     in_shapes,
     make_batch,
     numbers_on,
 )
+from dschat_lora.addons.tinker.bases import Base
 from dschat_lora.addons.tinker.losses import DatumLoss
 from dschat_lora.addons.tinker.processes import agreed
 from dschat_lora.addons.tinker.shared import SharedLoraLinear
@@ -36,7 +36,7 @@ MAX_CPU_TOKENS = 512
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class Portion:
     """What one adapter has in a pass of several."""
 
     adapter: TrainedAdapter
@@ -70,15 +70,17 @@ class SharedBase:
         self.works = not own.full_logits and own.backbone.skips_padding(base.model.device)
 
     def __call__(
-        self, shares: Sequence[Share], *, backward: bool, tokens_per_device: int
+        self, shares: Sequence[Portion], *, backward: bool, tokens_per_device: int
     ) -> list[tuple[float, list[Tensor]] | ValueError]:
         """What :meth:`TrainedAdapter.forward` gives each of different adapters, or raises.
 
         Where anything else is raised, gradients of all may be of a part of their examples.
         """
-        totals, found = agreed(lambda: self._own_part(shares, tokens_per_device, backward=backward))
+        totals, outputs = agreed(
+            lambda: self._own_part(shares, tokens_per_device, backward=backward)
+        )
         results: list[tuple[float, list[Tensor]] | ValueError] = []
-        for share, total, logprobs in zip(shares, totals, found, strict=True):
+        for share, total, logprobs in zip(shares, totals, outputs, strict=True):
             try:
                 results.append(share.adapter.merged(total, logprobs, backward=backward))
             except ValueError as error:
@@ -86,14 +88,14 @@ class SharedBase:
         return results
 
     def _own_part(
-        self, shares: Sequence[Share], most: int, *, backward: bool
+        self, shares: Sequence[Portion], most: int, *, backward: bool
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Losses and log-probabilities of this process's examples; 0 for those of others."""
         device = self._base.model.device
         if device.type == "cpu":
             most = min(most, MAX_CPU_TOKENS)
         totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in shares]
-        found = [[torch.zeros(each.targets.shape) for each in share.examples] for share in shares]
+        outputs = [[torch.zeros(each.targets.shape) for each in share.examples] for share in shares]
         self._module.model.train(backward)
         try:
             with torch.set_grad_enabled(backward):
@@ -101,17 +103,17 @@ class SharedBase:
                 for step in zip_longest(*every):
                     pending = [(n, numbers) for n, numbers in enumerate(step) if numbers]
                     for group in _groups(pending, shares, most):
-                        self._pass(shares, group, totals, found, backward=backward)
+                        self._pass(shares, group, totals, outputs, backward=backward)
         finally:
             self._module.model.eval()
-        return totals, found
+        return totals, outputs
 
     def _pass(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[Portion],
         group: Sequence[tuple[int, Sequence[int]]],
         totals: Sequence[Tensor],
-        found: Sequence[list[Tensor]],
+        outputs: Sequence[list[Tensor]],
         *,
         backward: bool,
     ) -> None:
@@ -144,13 +146,13 @@ class SharedBase:
             losses.append(shares[n].loss(logprobs, numbers_on(states.device, own)))
             totals[n].add_(losses[-1].detach())
             for k, values in zip(numbers, logprobs, strict=True):
-                found[n][k] = values.detach().float().cpu()
+                outputs[n][k] = values.detach().float().cpu()
         if backward:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _groups(
-    pending: Sequence[tuple[int, Sequence[int]]], shares: Sequence[Share], most: int
+    pending: Sequence[tuple[int, Sequence[int]]], shares: Sequence[Portion], most: int
 ) -> list[list[tuple[int, Sequence[int]]]]:
     """Micro-batches of several adapters that fit into one pass."""
     groups: list[list[tuple[int, Sequence[int]]]] = [[]]

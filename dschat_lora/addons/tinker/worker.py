@@ -10,13 +10,8 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dschat_lora.addons.tinker.adapters import (
-    AdamParams,
-    Adapting,
-    Base,
-    TrainedAdapter,
-    read_saved,
-)
+from dschat_lora.addons.tinker.adapters import AdamParams, TrainedAdapter, read_saved
+from dschat_lora.addons.tinker.bases import Adapting, Base
 from dschat_lora.addons.tinker.formats import (
     ForwardBackward,
     adam_params,
@@ -28,7 +23,7 @@ from dschat_lora.addons.tinker.formats import (
 from dschat_lora.addons.tinker.processes import Channel, agreed, collective
 from dschat_lora.addons.tinker.samplers import Sampler
 from dschat_lora.addons.tinker.store import Store
-from dschat_lora.addons.tinker.together import Share, SharedBase
+from dschat_lora.addons.tinker.together import Portion, SharedBase
 from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.report.terminal import note
 
@@ -63,7 +58,7 @@ class Worker:
         tokens_per_device: int = 16384,
         zero_stage: int = 0,
     ) -> None:
-        self.bases, self._store = bases, store
+        self.bases, self.store = bases, store
         self._tokens, self._zero_stage = tokens_per_device, zero_stage
         self.channel = Channel()
         self.adapters: OrderedDict[str, TrainedAdapter] = OrderedDict()
@@ -79,7 +74,7 @@ class Worker:
         """
 
         def read() -> tuple[TrainedAdapter, list[Any]]:
-            store, saved = self._store.run(run), -1
+            store, saved = self.store.run(run), -1
             facts = store.facts()
             base, how = self.bases[facts["base_model"]], Adapting(**facts["lora"])
             adapter = TrainedAdapter(
@@ -116,7 +111,7 @@ class Worker:
         elif kind == "optim_step":
             adapter.step(adam_params(content_of(body)))
         elif kind in ("create_model", "load_weights"):
-            content = content_of(body)
+            content = content_of(body).rest
             if content.get("path") is not None:
                 self._load(adapter, content["path"], optimizer=bool(content.get("optimizer")))
         if kind == "forward_backward":
@@ -137,26 +132,27 @@ class Worker:
         """
 
         def read(run: str, number: int) -> ForwardBackward | ValueError:
-            body = self._store.run(run).request(number)
+            body = self.store.run(run).request(number)
             try:
                 return forward_backward(body, self.adapters[run].base)
             except ValueError as error:
                 return error
 
         parsed = agreed(lambda: [read(run, number) for run, number in requests])
-        found: list[Any] = [*parsed]  # errors stay
+        given: dict[int, Output | ValueError] = {}
         for forward_only in (False, True):
             chosen, shares = [], []
             for n, each in enumerate(parsed):
                 if isinstance(each, ForwardBackward) and each.forward_only is forward_only:
                     chosen.append(n)
-                    shares.append(Share(self.adapters[requests[n][0]], each.examples, each.loss))
+                    shares.append(Portion(self.adapters[requests[n][0]], each.examples, each.loss))
             outputs = self._outputs(shares, backward=not forward_only)
             for n, output in zip(chosen, outputs, strict=True):
-                found[n] = output
-        return found
+                given[n] = output
+        errors = {n: each for n, each in enumerate(parsed) if isinstance(each, ValueError)}
+        return [(given | errors)[n] for n in range(len(parsed))]
 
-    def _outputs(self, shares: Sequence[Share], *, backward: bool) -> list[Output | ValueError]:
+    def _outputs(self, shares: Sequence[Portion], *, backward: bool) -> list[Output | ValueError]:
         if len(shares) > 1 and (shared := self._shared_base(shares[0].adapter.base)) is not None:
             self.passes_of_several += 1
             return shared(shares, backward=backward, tokens_per_device=self._tokens)
@@ -171,12 +167,12 @@ class Worker:
     def _shared_base(self, base: Base) -> SharedBase | None:
         """What runs of a base share a pass by; None where each takes one of its own."""
         if base.name not in self._shared:
-            found = None
+            shared = None
             try:
-                found = agreed(lambda: SharedBase(base))
+                shared = agreed(lambda: SharedBase(base))
             except Exception as error:  # noqa: BLE001 - of an architecture that is unlike others
                 note(f"runs of {base.name} take turns: {type(error).__name__}: {error}")
-            self._shared[base.name] = found if found is not None and found.works else None
+            self._shared[base.name] = shared if shared is not None and shared.works else None
         return self._shared[base.name]
 
     @collective
@@ -191,9 +187,9 @@ class Worker:
 
     def _load(self, adapter: TrainedAdapter, path: str, *, optimizer: bool) -> None:
         def read() -> None:
-            saved = read_saved(self._store.place(path))
+            saved = read_saved(self.store.place(path))
             moments = saved.moments if optimizer else {}
-            adapter.load(saved.values, moments, saved.facts["steps"] if moments else 0)
+            adapter.load(saved.values, moments, saved.steps if moments else 0)
 
         agreed(read)
 
@@ -211,10 +207,10 @@ class Worker:
         self, base: str, path: str | None, requests: Sequence[SampleBody], most: int
     ) -> list[bytes]:
         """Answers to requests with the same options, as they are sent; ``most`` samplers stay."""
-        found = agreed(lambda: self._answers(base, path, requests[rank() :: world_size()], most))
+        answers = agreed(lambda: self._answers(base, path, requests[rank() :: world_size()], most))
         if world_size() == 1:
-            return found
-        own = json.dumps([b64encode(each).decode() for each in found])
+            return answers
+        own = json.dumps([b64encode(each).decode() for each in answers])
         parts = [json.loads(each) for each in self.channel.gather(own.encode())]
         return [b64decode(parts[n % len(parts)][n // len(parts)]) for n in range(len(requests))]
 
@@ -225,7 +221,7 @@ class Worker:
         if key not in self.samplers:
             while len(self.samplers) >= most:
                 self.samplers.popitem(last=False)
-            saved = None if path is None else read_saved(self._store.place(path))
+            saved = None if path is None else read_saved(self.store.place(path))
             self.samplers[key] = (
                 Sampler(chosen) if saved is None else Sampler(chosen, saved.lora, saved.values)
             )

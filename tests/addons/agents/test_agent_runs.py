@@ -73,8 +73,8 @@ def differences(own, other):
     """(line, name, values) of what two runs say differently."""
     pairs = [*enumerate(zip(own, other, strict=True))]
     names = [(n, name, a, b) for n, (a, b) in pairs for name in {**a, **b}]
-    found = [(n, name, a.get(name), b.get(name)) for n, name, a, b in names]
-    return [each for each in found if each[2] != each[3]]
+    outcome = [(n, name, a.get(name), b.get(name)) for n, name, a, b in names]
+    return [each for each in outcome if each[2] != each[3]]
 
 
 @pytest.mark.thorough

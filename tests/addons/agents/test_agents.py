@@ -14,7 +14,6 @@ import numpy as np
 import openai
 import psutil
 import pytest
-from dschat_lora.rl.response.turn_tokens import TurnTokens
 from transformers import AutoTokenizer
 
 from data.chat_tokenizers import build_chat_tokenizer
@@ -27,6 +26,7 @@ from dschat_lora.addons.agents.agent_programs import (
 )
 from dschat_lora.addons.agents.agents import AgentFailedError, AgentLimits, Agents
 from dschat_lora.addons.agents.conversations import Conversations, PromptTokens
+from dschat_lora.addons.environments.turn_tokens import TurnTokens
 from dschat_lora.config.bundled import BUNDLED_MODEL
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
@@ -36,7 +36,19 @@ from dschat_lora.rl.draw.player import Draw
 from dschat_lora.rl.response.response import DecodedTurn, Origin, Response
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-QUESTION = [{"role": "user", "content": "What is 1?"}]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def ask(client, *messages, **options):
+    """The actor's answer: its message, and why it ended."""
+    create = client.chat.completions.create
+    return (await create(model="actor", messages=[*messages], **options)).choices[0]
+
+
+QUESTION = [user("What is 1?")]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +96,7 @@ def play(tokenizer):
         agents = Agents(
             program,
             prompt_tokens(tokenizer, limit),
-            limits or AgentLimits(5.0, 0, 100, 64),
+            limits or AgentLimits(60.0, 0, 100, 64),
             max_new_tokens=100,
             end_of_text=lambda stop, tokens: end_of_text(tokens, stop, tokenizer.decode),
         )
@@ -105,9 +117,9 @@ def play(tokenizer):
             is_end=ends.__contains__,
             find_end=lambda tokens: None,
         )
-        found = agents.play(blanks, draw, key=("k",))
+        played = agents.play(blanks, draw, key=("k",))
         assert not agents.episodes
-        return SimpleNamespace(responses=found, script=script, agents=agents)
+        return SimpleNamespace(responses=played, script=script, agents=agents)
 
     yield run
     for agents in opened:
@@ -128,20 +140,20 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
     assert tokenizer.encode("The", add_special_tokens=False) != drawn
     drawn += [end_ids(tokenizer)[0]]
 
-    async def agent(row, client, model):
-        said = await client.chat.completions.create(model=model, messages=QUESTION)
-        content = said.choices[0].message.content
+    async def agent(row, client):
+        said = await ask(client, *QUESTION)
+        content = said.message.content
         assert content == "The"
         # White space around an answer is no rewriting.
-        messages = [*QUESTION, {**said.choices[0].message.model_dump(), "content": " The\n"}]
-        more = [*messages, {"role": "user", "content": "And?"}]
+        messages = [*QUESTION, {**said.message.model_dump(), "content": " The\n"}]
+        more = [*messages, user("And?")]
         await client.chat.completions.create(model="any-name", messages=more)
         return {"reward": 0.5, "turns_taken": 2, "kind": "text"}
 
-    found = play(agent, [{}], lambda prompt, seed: drawn)
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: drawn)
+    (response,) = played.responses
     assert response.episode.earlier_sequences == ()
-    first, second = (each.prompts[0] for each in found.script.rounds)
+    first, second = (each.prompts[0] for each in played.script.rounds)
     assert tuple(first) == response.prompt
     assert second[: len(first) + 4] == [*first, *drawn]
     assert [*response.prompt, *response.tokens] == [*second, *drawn]
@@ -156,30 +168,26 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(play, tokenizer)
     assert response.sampler_logprobs == (-0.25,) * 8
     assert (response.episode.reward, response.episode.logged) == (0.5, {"turns_taken": 2.0})
     assert (response.episode.num_calls, response.ended, response.episode.failure) == (2, True, "")
-    assert found.script.rounds[1].prefixes == [(0, len(first) + 3)]
+    assert played.script.rounds[1].prefixes == [(0, len(first) + 3)]
     assert json.loads(response.episode.earlier)[-2:] == [
         {"role": "assistant", "content": " The\n"},
-        {"role": "user", "content": "And?"},
+        user("And?"),
     ]
 
 
 def test_what_rewrites_its_history_or_asks_beside_it_has_sequences_of_its_own(play, tokenizer):
-    async def agent(row, client, model):
-        async def ask(messages, **options):
-            found = await client.chat.completions.create(model=model, messages=messages, **options)
-            return [each.message.content for each in found.choices]
-
-        (first,) = await ask(QUESTION)
-        rewritten = [*QUESTION, {"role": "assistant", "content": f"Not {first}"}]
-        await ask([*rewritten, {"role": "user", "content": "Why?"}])
-        await ask([{"role": "user", "content": "sub"}], n=2)
+    async def agent(row, client):
+        first = (await ask(client, *QUESTION)).message.content
+        rewritten = {"role": "assistant", "content": f"Not {first}"}
+        await ask(client, *QUESTION, rewritten, user("Why?"))
+        await ask(client, user("sub"), n=2)
         going_on = [*QUESTION, {"role": "assistant", "content": first}]
-        await ask([*going_on, {"role": "user", "content": "Go on."}])
-        await ask([*going_on, {"role": "user", "content": "Go back."}])  # a branch of the first
+        await ask(client, *going_on, user("Go on."))
+        await ask(client, *going_on, user("Go back."))  # a branch of the first
         return 1
 
-    found = play(agent, [{}], lambda prompt, seed: "one")
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: "one")
+    (response,) = played.responses
     assert [sum(each.actor_mask) for each in response.sequences] == [2, 2, 2, 4, 2]
     assert response.num_actor_tokens == 12
     texts = [tokenizer.decode(each.prompt) for each in response.sequences]
@@ -189,27 +197,25 @@ def test_what_rewrites_its_history_or_asks_beside_it_has_sequences_of_its_own(pl
     assert "one" in texts[4]
     assert "Go back." in texts[4]
     assert "one" not in texts[3]
-    seeds = [seed for each in found.script.rounds for own in each.seeds for seed in own]
+    seeds = [seed for each in played.script.rounds for own in each.seeds for seed in own]
     assert len(set(seeds)) == 6
 
 
 def test_seeds_are_of_the_row_and_of_what_is_asked_in_whatever_order_calls_come(play):
-    async def agent(row, client, model):
-        async def ask(text, wait):
+    async def agent(row, client):
+        async def ask_later(text, wait):
             await asyncio.sleep(wait)
-            await client.chat.completions.create(
-                model=model, messages=[{"role": "user", "content": text}]
-            )
+            await ask(client, user(text))
 
         order = row["order"]
-        await asyncio.gather(*(ask(text, 0.001 * n) for n, text in enumerate(order)))
+        await asyncio.gather(*(ask_later(text, 0.001 * n) for n, text in enumerate(order)))
         return 0
 
     def asked(order):
-        found = play(agent, [{"order": order}], lambda prompt, seed: "one").script.rounds
+        played = play(agent, [{"order": order}], lambda prompt, seed: "one").script.rounds
         return {
             tuple(prompt): seeds[0]
-            for each in found
+            for each in played
             for prompt, seeds in zip(each.prompts, each.seeds, strict=True)
         }
 
@@ -218,36 +224,24 @@ def test_seeds_are_of_the_row_and_of_what_is_asked_in_whatever_order_calls_come(
     assert len(set(first.values())) == 3
 
 
-def test_prompts_that_are_equal_are_read_once(play):
-    async def agent(row, client, model):
-        await client.chat.completions.create(model=model, messages=QUESTION)
-        return 0
-
-    found = play(agent, [{}], lambda prompt, seed: "one", copies=4)
-    (only,) = found.script.rounds
-    assert len(only.prompts) == 1
-    assert len({*only.seeds[0]}) == 4
-    assert len(found.responses) == 4
-
-
 def test_what_was_computed_is_taken_from_the_row_that_computed_it(play):
-    async def agent(row, client, model):
-        messages = [{"role": "user", "content": row["ask"]}]
-        said = await client.chat.completions.create(model=model, messages=messages)
-        messages += [said.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
-        await client.chat.completions.create(model=model, messages=messages)
+    async def agent(row, client):
+        messages = [user(row["ask"])]
+        said = await ask(client, *messages)
+        messages += [said.message.model_dump(), user("more")]
+        await ask(client, *messages)
         return 0
 
     # Equal prompts, which are read once, do not stand together.
     rows = [{"ask": ask} for ask in ("one", "two", "one", "two")]
-    found = play(agent, rows, lambda prompt, seed: f"says {seed % 1000}")
-    first, second = found.script.rounds
+    played = play(agent, rows, lambda prompt, seed: f"says {seed % 1000}")
+    first, second = played.script.rounds
     assert [len(own) for own in first.seeds] == [2, 2]
     before = [(p, seed) for p, own in zip(first.prompts, first.seeds, strict=True) for seed in own]
     for prompt, (row, count) in zip(second.prompts, second.prefixes, strict=True):
         asked, seed = before[row]
         text = f"says {seed % 1000}"
-        answer = found.script.tokenizer.encode(text, add_special_tokens=False)
+        answer = played.script.tokenizer.encode(text, add_special_tokens=False)
         assert prompt[:count] == [*asked, *answer]
 
 
@@ -271,22 +265,22 @@ def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, fam
         }
     ]
 
-    async def agent(row, client, model):
+    async def agent(row, client):
         messages = list(QUESTION)
-        said = await client.chat.completions.create(model=model, messages=messages, tools=tools)
-        asked = said.choices[0].message
-        assert said.choices[0].finish_reason == "tool_calls"
+        said = await ask(client, *messages, tools=tools)
+        asked = said.message
+        assert said.finish_reason == "tool_calls"
         (wanted,) = asked.tool_calls
         assert wanted.function.name == "add"
         assert json.loads(wanted.function.arguments) == {"a": 1, "b": 2}
         result = {"role": "tool", "tool_call_id": wanted.id, "content": "3"}
         messages += [asked.model_dump(), result]
-        last = await client.chat.completions.create(model=model, messages=messages, tools=tools)
-        return float(last.choices[0].message.content == "It is 3.")
+        last = await ask(client, *messages, tools=tools)
+        return float(last.message.content == "It is 3.")
 
     answers = iter([call, "It is 3."])
-    found = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer, limit=2000)
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: next(answers), tokenizer=tokenizer, limit=2000)
+    (response,) = played.responses
     assert (response.episode.failure, response.episode.reward) == ("", 1.0)
     assert response.episode.earlier_sequences == ()
     assert "Add." in tokenizer.decode(response.prompt)
@@ -299,7 +293,7 @@ def test_tool_calls_that_a_client_sends_back_go_on_from_what_was_drawn(play, fam
 def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.5)
 
-    async def agent(row, client, model):
+    async def agent(row, client):
         kind = row["kind"]
         if kind == "crash":
             raise KeyError("not there")
@@ -308,37 +302,37 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
         if kind == "silent":
             return 1.0
         for _ in range(9 if kind == "greedy" else 2):
-            await client.chat.completions.create(model=model, messages=QUESTION)
+            await ask(client, *QUESTION)
         return "good" if kind == "text" else None if kind == "none" else 0.5
 
     kinds = ["good", "crash", "hang", "greedy", "text", "none", "silent"]
     start = time.monotonic()
     rows = [{"kind": kind} for kind in kinds]
-    found = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(1.0, 0, 4, 64))
-    assert time.monotonic() - start < 5
-    failures = {kind: r.episode.failure for kind, r in zip(kinds, found.responses, strict=True)}
+    played = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(2.0, 0, 4, 64))
+    assert time.monotonic() - start < 10
+    failures = {kind: r.episode.failure for kind, r in zip(kinds, played.responses, strict=True)}
     assert failures["good"] == failures["none"] == ""
     assert failures["crash"] == "KeyError: 'not there'"
-    assert failures["hang"] == "timed out after 1 seconds (--agent_timeout)"
+    assert failures["hang"] == "timed out after 2 seconds (--agent_timeout)"
     assert "the episode has had its 4 answers (--agent_max_calls)" in failures["greedy"]
     assert "an agent gave 'good'; its reward is a finite number" in failures["text"]
     assert failures["silent"] == "it asked nothing"
-    for response in found.responses:
+    for response in played.responses:
         assert response.is_left_out == bool(response.episode.failure)
         assert (response.tokens == ()) == bool(response.episode.failure)
-    assert [r.episode.reward for r in found.responses] == [0.5, *[None] * 6]
+    assert [r.episode.reward for r in played.responses] == [0.5, *[None] * 6]
 
 
 def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.5)
     took = []
 
-    async def agent(row, client, model):
+    async def agent(row, client):
         if row["hangs"]:
             await asyncio.sleep(1000)
         start = time.monotonic()
         for _ in range(5):
-            await client.chat.completions.create(model=model, messages=QUESTION)
+            await ask(client, *QUESTION)
         took.append(time.monotonic() - start)
         return 0.5
 
@@ -350,18 +344,18 @@ def test_an_episode_that_hangs_is_waited_for_once(play, monkeypatch):
 def test_a_failed_episode_is_begun_again_with_other_random_numbers(play):
     calls = []
 
-    async def agent(row, client, model):
-        await client.chat.completions.create(model=model, messages=QUESTION)
+    async def agent(row, client):
+        await ask(client, *QUESTION)
         calls.append(row["n"])
         if len(calls) < 3:
             raise RuntimeError("once more")
         return 1.0
 
-    found = play(agent, [{"n": 5}], lambda p, seed: "one", limits=AgentLimits(5.0, 3, 9, 64))
-    (response,) = found.responses
+    played = play(agent, [{"n": 5}], lambda p, seed: "one", limits=AgentLimits(5.0, 3, 9, 64))
+    (response,) = played.responses
     episode = response.episode
     assert (episode.failure, episode.num_retries, episode.num_calls) == ("", 2, 1)
-    assert len({each.seeds[0][0] for each in found.script.rounds}) == 3
+    assert len({each.seeds[0][0] for each in played.script.rounds}) == 3
 
 
 def test_whatever_a_program_raises_ends_its_episode_at_once(play):
@@ -374,15 +368,15 @@ def test_whatever_a_program_raises_ends_its_episode_at_once(play):
     async def refused(client, model):
         with contextlib.suppress(openai.BadRequestError):
             long = [{"role": "user", "content": "no " * 500}]
-            await client.chat.completions.create(model=model, messages=long)
+            await ask(client, *long)
         return -1.0
 
     start = time.monotonic()
     reasons = []
     for program in (cancelled, exhausted, refused):
-        found = play(program, [{}], lambda prompt, seed: "one", limits=AgentLimits(9.0, 1, 9, 64))
-        assert found.responses[0].episode.num_retries == 1
-        reasons.append(found.responses[0].episode.failure)
+        played = play(program, [{}], lambda prompt, seed: "one", limits=AgentLimits(9.0, 1, 9, 64))
+        assert played.responses[0].episode.num_retries == 1
+        reasons.append(played.responses[0].episode.failure)
     assert time.monotonic() - start < 6
     assert reasons[0].startswith("CancelledError")
     assert reasons[1].startswith("RuntimeError: StopIteration")
@@ -390,10 +384,9 @@ def test_whatever_a_program_raises_ends_its_episode_at_once(play):
 
 
 def test_an_answer_that_nobody_waited_for_is_not_learnt_from(play):
-    async def agent(row, client, model):
-        ask = client.chat.completions.create
-        kept = await ask(model=model, messages=QUESTION)
-        left = asyncio.create_task(ask(model=model, messages=[{"role": "user", "content": "sub"}]))
+    async def agent(row, client):
+        kept = await ask(client, *QUESTION)
+        left = asyncio.create_task(ask(client, user("sub")))
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(left, 0.3 if row["waits"] else 0.0001)
         return float(bool(kept))
@@ -403,28 +396,38 @@ def test_an_answer_that_nobody_waited_for_is_not_learnt_from(play):
             time.sleep(1)  # the program has gone on
         return "one"
 
-    found = play(agent, [{"waits": True}, {"waits": False}], answer)
-    for response in found.responses:
+    played = play(agent, [{"waits": True}, {"waits": False}], answer)
+    for response in played.responses:
         assert response.episode.reward == 1.0
         assert response.episode.earlier_sequences == ()
-        assert "sub" not in found.script.tokenizer.decode(response.prompt)
+        assert "sub" not in played.script.tokenizer.decode(response.prompt)
 
 
 def test_special_tokens_that_a_program_passes_on_stay_text(play, tokenizer):
     end = "<|end|>"
     (number,) = [n for n, t in tokenizer.added_tokens_decoder.items() if t.content == end]
 
-    async def agent(row, client, model):
-        said = await client.chat.completions.create(model=model, messages=QUESTION)
-        messages = [*QUESTION, said.choices[0].message.model_dump()]
-        messages.append({"role": "user", "content": f"a tool says {end}"})
-        await client.chat.completions.create(model=model, messages=messages)
+    async def agent(row, client):
+        said = await ask(client, *QUESTION)
+        messages = [*QUESTION, said.message.model_dump()]
+        messages.append(user(f"a tool says {end}"))
+        await ask(client, *messages)
         return 1.0
 
     (response,) = play(agent, [{}], lambda prompt, seed: "one").responses
     # The first answer's end is the only one of the prompt: what was passed on is text.
     assert list(response.prompt).count(number) == 1
     assert end.strip("<|>") in tokenizer.decode(response.prompt)
+
+
+def answered_once(to, answer):
+    """An episode's conversations, one of which has tokens 3 and 4 for an answer; its prompt."""
+    own = Conversations((1,))
+    ids = own.prompt_ids(QUESTION, {}, to)
+    conversation = own.continued_by(ids)
+    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
+    own.answered(conversation, QUESTION, {}, answer)
+    return own, conversation, ids
 
 
 def calling(content, arguments):
@@ -456,12 +459,8 @@ def test_an_answer_goes_on_from_what_was_drawn_however_a_program_writes_it(
     turns = "{% for m in messages %}{{ m.content }}"
     turns += "{{ m.tool_calls | tojson if m.tool_calls }}|{% endfor %}"
     to = prompt_tokens(build_chat_tokenizer("qwen3", template=turns))
-    own = Conversations((1,))
-    ids = own.prompt_ids(QUESTION, {}, to)
-    conversation = own.continued_by(ids)
-    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
     drawn = calling("<think>\nHm.\n</think>\n\nSo:", '{"a": 1.0, "b": ["x  y", {}]}')
-    own.answered(conversation, QUESTION, {}, drawn)
+    own, _, ids = answered_once(to, drawn)
     history = [*QUESTION, calling(content, arguments), *QUESTION]
     assert (own.prompt_ids(history, {}, to)[: len(ids) + 2] == [*ids, 3, 4]) == is_same
 
@@ -470,11 +469,11 @@ def test_where_all_episodes_fail_the_error_is_the_first_ones(play):
     def agent(row):
         raise ZeroDivisionError("mine")
 
-    found = play(agent, [{}, {}], None)
+    played = play(agent, [{}, {}], None)
     with pytest.raises(AgentFailedError) as caught:
-        found.agents.checked(found.responses)
+        played.agents.checked(played.responses)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    found.agents.checked([*found.responses, Response((1,), (2,), True, 0)])
+    played.agents.checked([*played.responses, Response((1,), (2,), True, 0)])
 
 
 def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
@@ -482,15 +481,15 @@ def test_functions_that_block_run_at_once_with_a_client_of_their_own(play):
         assert isinstance(client, openai.OpenAI)
         assert str(client.base_url).rstrip("/") == base_url
         time.sleep(wait)
-        with client.chat.completions.create(model=model, messages=QUESTION, stream=True) as found:
-            text = "".join(each.choices[0].delta.content or "" for each in found)
+        with client.chat.completions.create(model=model, messages=QUESTION, stream=True) as played:
+            text = "".join(each.choices[0].delta.content or "" for each in played)
         return float(text == "one two")
 
     start = time.monotonic()
-    found = play(agent, [{"wait": 0.5}] * 8, lambda prompt, seed: "one two")
+    played = play(agent, [{"wait": 0.5}] * 8, lambda prompt, seed: "one two")
     assert time.monotonic() - start < 3
-    assert [r.episode.reward for r in found.responses] == [1.0] * 8
-    assert len(found.script.rounds) == 1
+    assert [r.episode.reward for r in played.responses] == [1.0] * 8
+    assert len(played.script.rounds) == 1
 
 
 @pytest.mark.parametrize("asked", [{}, {"continue_final_message": True}])
@@ -498,25 +497,23 @@ def test_an_answer_that_was_cut_off_is_continued_from_its_tokens(play, tokenizer
     drawn = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
     drawn.append(end_ids(tokenizer)[0])
 
-    async def agent(row, client, model):
-        create = client.chat.completions.create
-        said = await create(model=model, messages=QUESTION, max_tokens=2)
-        again = [*QUESTION, {"role": "assistant", "content": said.choices[0].message.content}]
-        await create(model=model, messages=again, extra_body=asked)
-        said = await create(model=model, messages=[{"role": "user", "content": "?"}], max_tokens=2)
-        again = [{"role": "user", "content": "?"}, said.choices[0].message.model_dump()]
-        await create(model=model, messages=again, extra_body={"add_generation_prompt": True})
-        said = await create(model=model, messages=[{"role": "user", "content": "!"}])
-        again = [{"role": "user", "content": "!"}, said.choices[0].message.model_dump()]
-        await create(model=model, messages=again)
+    async def agent(row, client):
+        said = await ask(client, *QUESTION, max_tokens=2)
+        again = {"role": "assistant", "content": said.message.content}
+        await ask(client, *QUESTION, again, extra_body=asked)
+        said = await ask(client, user("?"), max_tokens=2)
+        again = said.message.model_dump()
+        await ask(client, user("?"), again, extra_body={"add_generation_prompt": True})
+        said = await ask(client, user("!"))
+        await ask(client, user("!"), said.message.model_dump())
         return 1.0
 
-    found = play(agent, [{}], lambda prompt, seed: drawn)
-    first, second, _, closed, _, last = (each.prompts[0] for each in found.script.rounds)
+    played = play(agent, [{}], lambda prompt, seed: drawn)
+    first, second, _, closed, _, last = (each.prompts[0] for each in played.script.rounds)
     assert second == [*first, *drawn[:2]]
     assert tokenizer.decode(closed).endswith("Assistant:")
     assert tokenizer.decode(last).endswith("Assistant: abcd")  # without the end that was drawn
-    (response,) = found.responses
+    (response,) = played.responses
     assert (*drawn[:2], *drawn) in [each.tokens for each in response.sequences]
 
 
@@ -534,11 +531,11 @@ def test_an_answer_that_was_cut_off_is_continued_from_its_tokens(play, tokenizer
     ],
 )
 def test_a_side_request_that_is_cut_off_does_not_cut_off_the_episode(play, tokenizer, asked, ended):
-    async def agent(row, client, model):
+    async def agent(row, client):
         for most, size in asked:
-            question = [{"role": "user", "content": f"size {size}?"}]
+            question = [user(f"size {size}?")]
             limit = {} if most is None else {"max_tokens": most}
-            await client.chat.completions.create(model=model, messages=question, **limit)
+            await ask(client, *question, **limit)
         return 1.0
 
     def answer(prompt, seed):
@@ -550,27 +547,22 @@ def test_a_side_request_that_is_cut_off_does_not_cut_off_the_episode(play, token
 
 
 def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
-    async def agent(row, client, model):
-        short = await client.chat.completions.create(
-            model=model, messages=QUESTION, max_tokens=2, temperature=0, seed=3, top_p=0.5
-        )
-        assert short.choices[0].finish_reason == "length"
-        assert short.usage.completion_tokens == 2
-        many = await client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "long"}], max_tokens=100_000
-        )
-        assert many.choices[0].finish_reason == "stop"
-        other = [{"role": "user", "content": "And?"}]
-        stopped = await client.chat.completions.create(model=model, messages=other, stop=[" cd"])
-        assert stopped.choices[0].finish_reason == "stop"
-        assert stopped.choices[0].message.content == "ab"
+    async def agent(row, client):
+        options = {"max_tokens": 2, "temperature": 0, "seed": 3, "top_p": 0.5}
+        short = await ask(client, *QUESTION, **options)
+        assert short.finish_reason == "length"
+        many = await ask(client, user("long"), max_tokens=100_000)
+        assert many.finish_reason == "stop"
+        stopped = await ask(client, user("And?"), stop=[" cd"])
+        assert stopped.finish_reason == "stop"
+        assert stopped.message.content == "ab"
         long = [{"role": "user", "content": "no " * 500}]
         with pytest.raises(openai.BadRequestError, match="has room for 400 tokens"):
-            await client.chat.completions.create(model=model, messages=long)
+            await ask(client, *long)
         return 1.0
 
-    found = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
-    (response,) = found.responses
+    played = play(agent, [{}], lambda prompt, seed: "ab cd ef gh")
+    (response,) = played.responses
     assert response.episode.reward == 1.0
     first, _, last = response.sequences
     assert len(first.tokens) == 2
@@ -580,10 +572,10 @@ def test_stop_strings_and_limits_of_a_request_hold(play, tokenizer):
 def test_an_episode_that_is_over_asks_nothing_more(play):
     kept = []
 
-    async def agent(row, client, model):
-        await client.chat.completions.create(model=model, messages=QUESTION)
+    async def agent(row, client):
+        await ask(client, *QUESTION)
         with pytest.raises(openai.NotFoundError, match="Responses API is not served.*chat_compl"):
-            await client.responses.create(model=model, input="What is 1?")
+            await client.responses.create(model="actor", input="What is 1?")
         kept.append(client)
         return 1.0
 
@@ -605,12 +597,8 @@ PROGRAM = textwrap.dedent(
 
     row = json.loads(sys.stdin.read())
     kind, asked = row["kind"], {"model": "gpt-4o", "messages": row["prompt"]}
-    if kind == "print":
-        from openai import OpenAI  # whose import takes a second
-        OpenAI().chat.completions.create(**asked)
-    else:
-        key = "Bearer " + os.environ["OPENAI_API_KEY"]
-        post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked, Authorization=key)
+    key = "Bearer " + os.environ["OPENAI_API_KEY"]
+    post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked, Authorization=key)
     print("not the reward")
     if kind == "post":
         post(os.environ["REWARD_URL"], {"reward": 0.25, "seen": 1})
@@ -635,10 +623,10 @@ def test_a_command_plays_an_episode_and_nothing_of_it_stays(play, tmp_path, monk
     marker = str(tmp_path / "marker")
     rows = [{"kind": kind, "prompt": QUESTION, "file": marker} for kind in kinds]
     command = AgentCommand(f"{sys.executable} {tmp_path}/agent.py")
-    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(8.0, 0, 9, 64))
-    rewards = {k: r.episode.reward for k, r in zip(kinds, found.responses, strict=True)}
+    played = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(8.0, 0, 9, 64))
+    rewards = {k: r.episode.reward for k, r in zip(kinds, played.responses, strict=True)}
     assert rewards == {"print": 0.75, "post": 0.25, "fail": None, "hang": None, "nothing": None}
-    failures = [r.episode.failure for r in found.responses]
+    failures = [r.episode.failure for r in played.responses]
     assert failures[0] == failures[1] == ""
     assert failures[2] == "RuntimeError: it ended with exit code 1: it went wrong"
     assert failures[4].startswith("NoRewardError: its last line is no JSON: 'not the reward'; ")
@@ -685,8 +673,8 @@ def test_a_command_without_a_reward_is_refused_with_what_it_printed(shell, messa
 def test_a_failed_command_is_named_with_its_episode_and_no_line_of_ours(play, capfd):
     rows = [{}, {}]
     command = AgentCommand("""echo '{"score": 1}'""")
-    found = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(5.0, 1, 9, 64))
-    assert [r.episode.num_retries for r in found.responses] == [1, 1]
+    played = play(command, rows, lambda prompt, seed: "one", limits=AgentLimits(5.0, 1, 9, 64))
+    assert [r.episode.num_retries for r in played.responses] == [1, 1]
     (line,) = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"an episode of --agent_command failed \(prompt [01] of the batch, copy 0\): ValueError: "
@@ -697,12 +685,12 @@ def test_a_failed_command_is_named_with_its_episode_and_no_line_of_ours(play, ca
 
 def sleepers(marker):
     """Processes that the hanging program of a test has left behind."""
-    found = []
+    outcome = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or ())
         if marker in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.pid)
-    return found
+            outcome.append(process.pid)
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -738,12 +726,9 @@ def test_an_agent_must_take_what_there_is():
 def test_a_history_that_the_template_would_not_append_to_is_tokenised_anew():
     template = "{% for m in messages %}{{ loop.index if messages|length > 1 }}{{ m.content }}"
     tokenizer = build_chat_tokenizer("qwen3", template=template + "|{% endfor %}")
-    to, own = prompt_tokens(tokenizer), Conversations((1,))
-    ids = own.prompt_ids(QUESTION, {}, to)
-    conversation = own.continued_by(ids)
-    conversation.add((), DecodedTurn([3, 4], [0.0] * 2, [0.0] * 2, undrawn=False))
     answer = {"role": "assistant", "content": tokenizer.decode([3, 4])}
-    own.answered(conversation, QUESTION, {}, answer)
+    to = prompt_tokens(tokenizer)
+    own, conversation, ids = answered_once(to, answer)
     longer = own.prompt_ids([*QUESTION, answer, *QUESTION], {}, to)
     assert longer[: len(ids)] != ids
     assert own.continued_by(longer) is not conversation

@@ -2,10 +2,13 @@
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from data.chat_tokenizers import build_chat_tokenizer
+from dschat_lora.addons.environments.environment import EnvironmentFailedError
 from dschat_lora.addons.environments.players import Episodes
 from dschat_lora.addons.environments.stateful import StatefulEnvironment
 from dschat_lora.addons.environments.turn_tokens import TurnTokens
@@ -79,3 +82,11 @@ def read(response):
     mask = response.actor_mask or (True,) * len(response.tokens)
     said = [t for t, own in zip(response.tokens, mask, strict=True) if not own]
     return TOKENIZER.decode(said)
+
+
+@contextmanager
+def failing(words):
+    """A block in which an environment fails by an error that has these words."""
+    with pytest.raises(EnvironmentFailedError) as caught:
+        yield
+    assert words in str(caught.value.__cause__)

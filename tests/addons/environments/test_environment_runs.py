@@ -37,7 +37,7 @@ def runs(ranks, tmp_path_factory):
     inputs = [*write_inputs(home), "--critic_model_name_or_path", home / "opt" / "reward"]
     inputs += ["--chat_template", home / "turns.jinja"]
     write_turns_template(home / "turns.jinja")
-    found = {}
+    outcome = {}
     for kind, options in KINDS.items():
         out = home / kind
         argv = [*ARGV, *options.split(), *inputs, "--output_dir", out]
@@ -46,8 +46,8 @@ def runs(ranks, tmp_path_factory):
             argv += ["--resume_from_checkpoint", earlier / "checkpoints" / "step-00000002"]
         (report,) = ranks(1).run("helpers.rlhf_course:train_rlhf", argv=list(map(str, argv)))
         lines = [without_times(line) for line in json.loads(report["lines"])]
-        found[kind] = SimpleNamespace(lines=lines, rows=rollouts(out), out=out)
-    yield found
+        outcome[kind] = SimpleNamespace(lines=lines, rows=rollouts(out), out=out)
+    yield outcome
     shutil.rmtree(home)
 
 

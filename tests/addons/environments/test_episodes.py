@@ -60,7 +60,7 @@ def tables(responses, outputs):
     batch = collate(responses, range(len(responses)), pad_id=0)
     mask = response_mask(responses, CPU)
     width = batch.input_ids.shape[1]
-    found = []
+    outcome = []
     for kind in range(3):
         whole = torch.zeros(len(responses) * width, VOCAB, dtype=torch.float64)
         for row, output in enumerate(outputs):
@@ -70,8 +70,8 @@ def tables(responses, outputs):
         if kind < 2:
             at = at.log_softmax(-1)
         picked = at[torch.arange(len(at)), batch.target_ids]
-        found.append(batch.table(picked, mask.shape[1]))
-    return mask, found
+        outcome.append(batch.table(picked, mask.shape[1]))
+    return mask, outcome
 
 
 def slow_episode(response, output, score, *, gamma, lam, kl_coef):
@@ -111,14 +111,14 @@ def test_episodes_are_those_of_a_slow_loop_over_every_token():
     for row, (response, output, score) in enumerate(zip(EPISODES, outputs, SCORES, strict=True)):
         steps = slow_episode(response, output, score, gamma=0.9, lam=0.8, kl_coef=0.3)
         assert len(steps) == response.num_actor_tokens == int(mask[row].sum())
-        found = zip(
+        outcome = zip(
             *(
                 table[row, : len(steps)].tolist()
                 for table in (logprobs, experience.kl(), targets.advantages, targets.returns)
             ),
             strict=True,
         )
-        for mine, expected in zip(found, steps, strict=True):
+        for mine, expected in zip(outcome, steps, strict=True):
             assert mine == pytest.approx(expected, abs=1e-12)
         # A policy that has moved: half of the tokens by a ratio of 1.5, which the clip bounds.
         moved = [math.log(1.5) * (n % 2) for n in range(len(steps))]
@@ -140,7 +140,7 @@ def test_responses_are_compared_whole_and_padding_teaches_nothing():
     mask, (logprobs, reference, _) = tables(pair, outputs)
     scores = torch.tensor(SCORES[:2], dtype=torch.float64)
     experience = Experience(pair, mask, reference, scores, logprobs, None)
-    found = advantages_and_returns(experience, scores, config, kl_coef=0.3).advantages
+    outcome = advantages_and_returns(experience, scores, config, kl_coef=0.3).advantages
     steps = [
         slow_episode(r, o, 0.0, gamma=1.0, lam=1.0, kl_coef=0.0)
         for r, o in zip(pair, outputs, strict=True)
@@ -149,8 +149,8 @@ def test_responses_are_compared_whole_and_padding_teaches_nothing():
         score - 0.3 * sum(kl for _, kl, _, _ in own)
         for score, own in zip(SCORES, steps, strict=False)
     ]
-    assert found[0].tolist() == pytest.approx([rewards[0] - rewards[1]] * 5)
-    assert found[1].tolist() == pytest.approx([rewards[1] - rewards[0]] * 3 + [0, 0])
+    assert outcome[0].tolist() == pytest.approx([rewards[0] - rewards[1]] * 5)
+    assert outcome[1].tolist() == pytest.approx([rewards[1] - rewards[0]] * 3 + [0, 0])
 
 
 def test_an_episode_is_read_whole_and_scored_at_its_last_token():
@@ -176,9 +176,9 @@ def user(content, **more):
 
 
 def cycle():
-    found = user("x")
-    found["more"] = found
-    return found
+    outcome = user("x")
+    outcome["more"] = outcome
+    return outcome
 
 
 def replies_of(found):
@@ -191,25 +191,25 @@ def play(function, turns, *, max_turns=4, max_tokens=20):
     draw = Script(turns, is_end=lambda token: token == 2, max_tokens=max_tokens)
     tasks = [Response((9, n), (), F, n, origin=Origin(n)) for n in range(len(turns))]
     say = lambda response, reply: [int(c) for m in reply for c in m["content"]]  # noqa: E731
-    found = Episodes(environment(function), say, max_turns).play(tasks, draw, key=())
-    return found, draw.told
+    played = Episodes(environment(function), say, max_turns).play(tasks, draw, key=())
+    return played, draw.told
 
 
 def test_turns_follow_each_other_until_the_environment_ends_the_episode():
     def reply(messages, responses, ended):
         assert all(ended)
         return [
-            user("77") if len(found) < 4 and said != "3" else None
-            for found, said in zip(messages, responses, strict=True)
+            user("77") if len(played) < 4 and said != "3" else None
+            for played, said in zip(messages, responses, strict=True)
         ]
 
-    found, told = play(reply, [[(5, 2), (6, 2)], [(3, 2)], [(4, 4)]])
-    assert [each.tokens for each in found] == [(5, 2, 7, 7, 6, 2), (3, 2), (4, 4)]
-    assert [each.ended for each in found] == [True, True, False]  # the last was cut off
-    assert [each.actor_mask for each in found] == [(T, T, F, F, T, T), (), ()]
+    played, told = play(reply, [[(5, 2), (6, 2)], [(3, 2)], [(4, 4)]])
+    assert [each.tokens for each in played] == [(5, 2, 7, 7, 6, 2), (3, 2), (4, 4)]
+    assert [each.ended for each in played] == [True, True, False]  # the last was cut off
+    assert [each.actor_mask for each in played] == [(T, T, F, F, T, T), (), ()]
     assert told == [(0, 2, (5, 2, 7, 7))]
-    assert found[0].last_turn == (6, 2)
-    assert json.loads(found[0].episode.earlier) == [
+    assert played[0].last_turn == (6, 2)
+    assert json.loads(played[0].episode.earlier) == [
         {"role": "assistant", "content": "5"},
         user("77"),
     ]
@@ -226,15 +226,15 @@ def test_turns_follow_each_other_until_the_environment_ends_the_episode():
     ],
 )
 def test_an_episode_that_is_cut_off_ends_in_a_turn_and_counts_as_not_ended(options, tokens):
-    found, _ = play(lambda responses: [user("7")], [[(5, 2), (5, 2), (5, 5)]], **options)
-    assert (found[0].tokens, found[0].ended) == (tokens, F)
+    played, _ = play(lambda responses: [user("7")], [[(5, 2), (5, 2), (5, 5)]], **options)
+    assert (played[0].tokens, played[0].ended) == (tokens, F)
 
 
 def test_an_environment_that_ends_at_once_leaves_responses_as_they_are():
     turns = [[(5, 2)], [(6, 6)]]
-    found, told = play(lambda responses: [None] * len(responses), turns)
-    assert [(each.tokens, each.ended) for each in found] == [((5, 2), T), ((6, 6), F)]
-    assert [each.actor_mask for each in found] == [(), ()]
+    played, told = play(lambda responses: [None] * len(responses), turns)
+    assert [(each.tokens, each.ended) for each in played] == [((5, 2), T), ((6, 6), F)]
+    assert [each.actor_mask for each in played] == [(), ()]
     assert not told
 
 
@@ -243,8 +243,8 @@ def test_an_environment_may_take_one_response_at_a_time_and_return_several_messa
         assert messages[0] == user(prompt)
         return [user("7"), user("8")] if response == "5" else None
 
-    found, _ = play(reply, [[(5, 2), (6, 2)], [(6, 2)]])
-    assert [each.tokens for each in found] == [(5, 2, 7, 8, 6, 2), (6, 2)]
+    played, _ = play(reply, [[(5, 2), (6, 2)], [(6, 2)]])
+    assert [each.tokens for each in played] == [(5, 2, 7, 8, 6, 2), (6, 2)]
 
 
 def test_reward_functions_see_all_messages_and_the_last_turn():
@@ -355,14 +355,14 @@ def answered(tokenizer, prompt, text):
 def test_the_next_turn_is_what_the_whole_conversation_has_after_the_last():
     tokenizer = build_byte_tokenizer(chat_template=BUILT_IN_TEMPLATE)
     response = answered(tokenizer, [user("2 + 3?")], " 5</s>")
-    found = turn_tokens(tokenizer)(response, [user("Sure?")])
-    assert tokenizer.decode(found) == "\n\nHuman: Sure?\n\nAssistant:"
+    outcome = turn_tokens(tokenizer)(response, [user("Sure?")])
+    assert tokenizer.decode(outcome) == "\n\nHuman: Sure?\n\nAssistant:"
     whole = "\n\nHuman: 2 + 3?\n\nAssistant: 5</s>\n\nHuman: Sure?\n\nAssistant:"
     ids = tokenizer.encode(whole, add_special_tokens=False)
-    assert ids[-len(found) :] == found
+    assert ids[-len(outcome) :] == outcome
     # An answer that a stop string ended has no end token yet.
-    found = turn_tokens(tokenizer)(answered(tokenizer, "2 + 3?", " 5!"), [user("Sure?")])
-    assert tokenizer.decode(found) == "</s>\n\nHuman: Sure?\n\nAssistant:"
+    outcome = turn_tokens(tokenizer)(answered(tokenizer, "2 + 3?", " 5!"), [user("Sure?")])
+    assert tokenizer.decode(outcome) == "</s>\n\nHuman: Sure?\n\nAssistant:"
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])
@@ -371,14 +371,14 @@ def test_templates_write_the_reply_and_open_the_next_turn(role):
     first = [user("2 + 3?")]
     response = answered(tokenizer, first, "<tool_call>\n5<|im_end|>")
     reply = [{"role": role, "content": "6"}]
-    found = turn_tokens(tokenizer)(response, reply)
+    outcome = turn_tokens(tokenizer)(response, reply)
     whole = tokenizer.apply_chat_template(
         [*first, {"role": "assistant", "content": "<tool_call>\n5"}, *reply],
         add_generation_prompt=True,
         tokenize=False,
     )
-    assert whole.endswith("5<|im_end|>" + tokenizer.decode(found))
-    assert tokenizer.decode(found).endswith("<|im_start|>assistant\n")
+    assert whole.endswith("5<|im_end|>" + tokenizer.decode(outcome))
+    assert tokenizer.decode(outcome).endswith("<|im_start|>assistant\n")
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused():

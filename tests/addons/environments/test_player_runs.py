@@ -26,7 +26,7 @@ PLAYERS = {
 def runs(ranks, tmp_path_factory):
     """``runs[player, processes]``: lines of metrics, rows of rollouts, and tokens by rollout."""
     home = tmp_path_factory.mktemp("players")
-    inputs, found = write_inputs(home), {}
+    inputs, outcome = write_inputs(home), {}
     for player, options in PLAYERS.items():
         for size in (1, 2):
             out = home / f"{player}{size}"
@@ -36,12 +36,12 @@ def runs(ranks, tmp_path_factory):
                 argv += [f"--per_device_{name}_batch_size", 8 // size]
             report, *_ = ranks(size).run("helpers.rlhf_course:train_rlhf", argv=[*map(str, argv)])
             lines = json.loads(report["lines"])
-            found[player, size] = SimpleNamespace(
+            outcome[player, size] = SimpleNamespace(
                 trains=[line for line in lines if line["kind"] == "train"],
                 rows=rollouts(out),
                 texts=report["texts"],
             )
-    yield found
+    yield outcome
     shutil.rmtree(home)
 
 

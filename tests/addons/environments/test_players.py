@@ -65,19 +65,19 @@ def play(player, *turns, tasks=TASKS):
 
 
 def test_of_two_answers_a_player_may_keep_the_better_by_its_own_rule():
-    found = play(BetterOfTwo(), (5, 5, 5, 2), (5, 6, 7, 8))
-    assert [each.tokens for each in found] == [(5, 6, 7, 8)] * 2
-    assert [each.ended for each in found] == [False] * 2
-    assert [each.episode.reward for each in found] == [1.0] * 2
-    assert [each.logprobs for each in found] == [(-0.5,) * 4] * 2
+    played = play(BetterOfTwo(), (5, 5, 5, 2), (5, 6, 7, 8))
+    assert [each.tokens for each in played] == [(5, 6, 7, 8)] * 2
+    assert [each.ended for each in played] == [False] * 2
+    assert [each.episode.reward for each in played] == [1.0] * 2
+    assert [each.logprobs for each in played] == [(-0.5,) * 4] * 2
 
 
 def test_a_hint_is_read_and_what_is_drawn_is_learnt():
-    found = play(Hint(), (5, 2), (6, 7, 7, 7))
-    assert [each.tokens for each in found] == [(5, 2, 1, 2, 6, 7, 7)] * 2  # of "ab"; 3 at most
-    assert [each.actor_mask for each in found] == [(T, T, F, F, T, T, T)] * 2
-    assert [len(each.logprobs) for each in found] == [5] * 2
-    assert [each.episode.reward for each in found] == [None] * 2
+    played = play(Hint(), (5, 2), (6, 7, 7, 7))
+    assert [each.tokens for each in played] == [(5, 2, 1, 2, 6, 7, 7)] * 2  # of "ab"; 3 at most
+    assert [each.actor_mask for each in played] == [(T, T, F, F, T, T, T)] * 2
+    assert [len(each.logprobs) for each in played] == [5] * 2
+    assert [each.episode.reward for each in played] == [None] * 2
 
 
 def test_a_player_sees_prompt_and_row_of_its_tasks():
@@ -123,10 +123,10 @@ def test_a_player_sees_prompt_and_row_of_its_tasks():
     ],
 )
 def test_a_player_whose_responses_cannot_be_learnt_from_is_refused(own, message):
-    with pytest.raises(EnvironmentFailedError) as found:
+    with pytest.raises(EnvironmentFailedError) as played:
         play(own, (5, 2))
-    assert message in str(found.value.__cause__)
-    assert "--environment mine:Player" in str(found.value.__cause__)
+    assert message in str(played.value.__cause__)
+    assert "--environment mine:Player" in str(played.value.__cause__)
 
 
 def test_a_failure_to_draw_is_no_failure_of_the_player():

@@ -9,7 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from addons.environments.episodes import CHAT, END, TOKENIZER, call, made, play, prompts_of, read
+from addons.environments.episodes import (
+    CHAT,
+    END,
+    TOKENIZER,
+    call,
+    failing,
+    made,
+    play,
+    prompts_of,
+    read,
+)
 from dschat_lora.addons.environments.addon import episode_prompt
 from dschat_lora.addons.environments.environment import EnvironmentFailedError
 from dschat_lora.addons.environments.players import load_environment
@@ -96,17 +106,17 @@ def test_methods_are_tools_and_the_object_scores_its_episode():
     ]
     turns[0].append("done" + END)
     rows = [{"target": 3}, {"target": 3, "hint": "x"}, {"target": 0}]
-    prompts, found = play(environment, rows, turns)
-    assert [each.episode.reward for each in found] == [1.0, 0.0, 1.0]
+    prompts, played = play(environment, rows, turns)
+    assert [each.episode.reward for each in played] == [1.0, 0.0, 1.0]
     told = [
-        [m for m in json.loads(r.episode.earlier or b"[]") if m["role"] == "tool"] for r in found
+        [m for m in json.loads(r.episode.earlier or b"[]") if m["role"] == "tool"] for r in played
     ]
     assert [[(m["name"], m["content"]) for m in each] for each in told] == [
         [("increment", "2"), ("decrement", "1"), ("increment", "3")],
         [("increment", "9")],
         [],
     ]
-    assert read(found[1]).count("<tool_response>\n9\n</tool_response>") == 1
+    assert read(played[1]).count("<tool_response>\n9\n</tool_response>") == 1
     text = TOKENIZER.decode(prompts[0].input_ids)
     assert '"name": "increment"' in text
     assert '"description": "Value to add to the counter."' in text
@@ -152,38 +162,37 @@ def test_a_step_answers_each_turn_and_gives_rewards():
     environment = made(Quiz)
     rows = [{"question": "Is it?"}, {"question": "Was it?"}]
     turns = [["yes" + END, "yes, yes" + END], ["no" + END, "yes" + END]]
-    prompts, found = play(environment, rows, turns)
-    assert [each.episode.reward for each in found] == [2.0, 1.0]
+    prompts, played = play(environment, rows, turns)
+    assert [each.episode.reward for each in played] == [2.0, 1.0]
     assert [m["content"] for m in json.loads(prompts[0].columns)["prompt"]] == ["", "Is it?"]
-    assert all("And now?" in read(each) for each in found)
+    assert all("And now?" in read(each) for each in played)
     assert environment.label() == "Quiz"
 
 
 def test_an_unknown_tool_and_a_failed_one_are_told_to_the_actor():
     environment = made(Given)
     turns = [[call("fly") + call("increment", by=2) + END, "oh" + END]]
-    _, (found,) = play(environment, [{"target": 0}], turns)
-    assert "there is no tool fly; there are decrement, increment" in read(found)
-    assert "unexpected keyword argument" in read(found)
-    assert found.episode.reward == 1.0
+    _, (played,) = play(environment, [{"target": 0}], turns)
+    assert "there is no tool fly; there are decrement, increment" in read(played)
+    assert "unexpected keyword argument" in read(played)
+    assert played.episode.reward == 1.0
 
 
 def test_rows_choose_among_several_environments():
     environment = made({"count": Given, "quiz": Quiz})
     rows = [{"environment": "quiz", "question": "?"}, {"environment": "count", "target": 4}]
     turns = [["yes" + END, "no" + END], [call("increment", step=4) + END, "done" + END]]
-    prompts, found = play(environment, rows, turns)
-    assert [each.episode.reward for each in found] == [1.0, 1.0]
+    prompts, played = play(environment, rows, turns)
+    assert [each.episode.reward for each in played] == [1.0, 1.0]
     assert ["increment" in TOKENIZER.decode(p.input_ids) for p in prompts] == [False, True]
-    with pytest.raises(EnvironmentFailedError) as caught:
+    with failing("environment is 'x'; there are 'count', 'quiz'"):
         environment.begin(prompts_of([{"environment": "x"}]), [0], 1, (1,))
-    assert "environment is 'x'; there are 'count', 'quiz'" in str(caught.value.__cause__)
 
 
 def test_reward_functions_see_the_objects_and_rewards_are_added():
     environment = made(Given)
     turns = [[call("increment", step=3) + END, "done" + END], ["no" + END]]
-    _, found = play(environment, [{"target": 3}, {"target": 3}], turns)
+    _, played = play(environment, [{"target": 3}, {"target": 3}], turns)
 
     def counters(completions, environments, **kwargs):
         return [float(each.counter) for each in environments]
@@ -194,7 +203,7 @@ def test_reward_functions_see_the_objects_and_rewards_are_added():
     scorer = RewardSum((functions, EpisodeScorer(environment.label())), weights, str)
     scorer.check_columns({"target"})
     assert scorer.names == ("counters", "Given")
-    assert scorer(found, TrainerState()).total.tolist() == [1.0 + 0.5 * 3, 0.0]
+    assert scorer(played, TrainerState()).total.tolist() == [1.0 + 0.5 * 3, 0.0]
 
 
 def test_a_text_without_an_addition_keeps_its_tokens():
@@ -208,14 +217,14 @@ def test_a_text_without_an_addition_keeps_its_tokens():
     Plain.said = None
     row = {"prompt": "Once upon"}
     sample = PromptSample(np.array([3, 4], dtype=np.int32), json.dumps(row).encode(), source=2)
-    (found,) = made(Plain).begin([sample], [0], 2, (1,))
-    assert (found.input_ids.tolist(), json.loads(found.columns)) == ([3, 4], row)
+    (outcome,) = made(Plain).begin([sample], [0], 2, (1,))
+    assert (outcome.input_ids.tolist(), json.loads(outcome.columns)) == ([3, 4], row)
     Plain.said = " a time"
-    (found,) = made(Plain).begin([sample], [0], 2, (1,))
+    (outcome,) = made(Plain).begin([sample], [0], 2, (1,))
     expected = make_encoder(TOKENIZER).encode(["Once upon a time"])[0]
-    assert found.input_ids.tolist() == expected
-    assert json.loads(found.columns)["prompt"] == "Once upon a time"
-    assert found.source == 2
+    assert outcome.input_ids.tolist() == expected
+    assert json.loads(outcome.columns)["prompt"] == "Once upon a time"
+    assert outcome.source == 2
 
 
 class Different(Increment):
@@ -227,6 +236,11 @@ class Different(Increment):
 class Nan(Given):
     def get_reward(self):
         return float("nan")
+
+
+class Long(Increment):
+    def reset(self, **kwargs):
+        return "no " * 4000
 
 
 class Pair(Given):
@@ -252,23 +266,19 @@ class Triple(Quiz):
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (Different, "reset returned '1' and '2' for copies of one prompt"),
-        (Nan, "an environment gave the reward nan; a reward is a finite number"),
-        (Pair, "reset returned a tuple; it returns a text, a message, a list of messages"),
-        (Triple, "step returned a tuple of 3; return a reply, or a reply and the reward"),
+        (Different, "Env: reset returned '1' and '2' for copies of one prompt"),
+        (Nan, "Env: an environment gave the reward nan; a reward is a finite number"),
+        (Pair, "Env: reset returned a tuple; it returns a text, a message, a list of messages"),
+        (Triple, "Env: step returned a tuple of 3; return a reply, or a reply and the reward"),
+        (Exits, "sys.exit was called"),
+        (Hangs, "took more than the 0.2 seconds of --reward_timeout"),
+        (Long, "--max_prompt_seq_len is 4000"),
     ],
 )
 def test_an_environment_that_does_wrong_is_named(found, words):
-    with pytest.raises(EnvironmentFailedError) as caught:
-        play(made(found), [{"target": 1, "question": "?"}], [["no" + END]], copies=2)
-    assert str(caught.value.__cause__).startswith("--environment mine:Env")
-    assert words in str(caught.value.__cause__)
-
-
-def test_a_prompt_that_grows_too_long_is_refused():
-    with pytest.raises(EnvironmentFailedError) as caught:
-        made(Given, max_prompt_tokens=50).begin(prompts_of([{"target": 1}]), [0], 1, (1,))
-    assert "--max_prompt_seq_len is 50" in str(caught.value.__cause__)
+    environment = made(found, timeout=0.2 if found is Hangs else 0.0)
+    with failing(words):
+        play(environment, [{"target": 1, "question": "?"}], [["no" + END]], copies=2)
 
 
 class Nothing:
@@ -315,12 +325,6 @@ def test_episodes_without_data_are_rows_of_their_numbers(tmp_path):
     (path,) = config.data.data_path
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": episode_prompt(n), "episode": n} for n in range(3)]
-    for arguments, words in (
-        (["--num_prompts", "3"], "--num_prompts 3 needs --environment"),
-        (["--num_prompts", "3", "--environment", "a:B", "--data_path", "x"], "drop one"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            with_data(*arguments)
 
 
 @pytest.mark.smoke
@@ -332,15 +336,6 @@ def test_options_have_no_effect_without_an_environment():
     }
     given = ["--max_turns", "2", "--reward_retries", "1", "--environment", "a:B"]
     assert not without_effect(parse_config(RlhfConfig, given))
-
-
-def test_an_object_that_exits_or_hangs_ends_the_run_with_its_name():
-    with pytest.raises(EnvironmentFailedError) as caught:
-        play(made(Exits), [{"question": "?"}], [["no" + END]])
-    assert "sys.exit was called" in str(caught.value.__cause__)
-    with pytest.raises(EnvironmentFailedError) as caught:
-        play(made(Hangs, timeout=0.2), [{"question": "?"}], [["no" + END]])
-    assert "took more than the 0.2 seconds of --reward_timeout" in str(caught.value.__cause__)
 
 
 def test_a_tool_that_exits_is_told_to_the_actor():
@@ -356,8 +351,8 @@ def test_a_tool_that_exits_is_told_to_the_actor():
             return "ran"
 
     turns = [[call("run", code="exit(3)") + END, "oh" + END]]
-    _, (found,) = play(made(Runs), [{"target": 0}], turns)
-    assert "error" in read(found)
+    _, (played,) = play(made(Runs), [{"target": 0}], turns)
+    assert "error" in read(played)
 
 
 def test_what_a_coroutine_opens_serves_its_later_calls():
@@ -371,8 +366,8 @@ def test_what_a_coroutine_opens_serves_its_later_calls():
             return None, 1.0
 
     rows, turns = [{"question": "?"}] * 3, [["no" + END]] * 3
-    _, found = play(made(Connected), rows, turns)
-    assert [each.episode.reward for each in found] == [1.0] * 3
+    _, played = play(made(Connected), rows, turns)
+    assert [each.episode.reward for each in played] == [1.0] * 3
 
 
 def test_an_object_without_coroutines_may_run_a_loop_of_its_own():
@@ -383,8 +378,8 @@ def test_an_object_without_coroutines_may_run_a_loop_of_its_own():
         async def _reward(self):
             return 2.0
 
-    _, (found,) = play(made(Own), [{"question": "?"}], [["no" + END]])
-    assert found.episode.reward == 2.0
+    _, (played,) = play(made(Own), [{"question": "?"}], [["no" + END]])
+    assert played.episode.reward == 2.0
 
 
 def test_draws_of_a_step_are_those_of_its_episode_and_turn():

@@ -2,25 +2,21 @@
 
 import signal
 import socket
-import time
-from pathlib import Path
 
 import pytest
+import tinker
+from tinker import types
 
+from addons.tinker import tinker_runs
+from addons.tinker.served import datum
+from addons.tinker.tinker_runs import started_server, stopped_server
+from dschat_lora.models.source import find_model
 from helpers.spread import ALL
-
-tinker = pytest.importorskip("tinker", reason="the extra [tinker] is not installed")
-
-from tinker import types  # noqa: E402
-
-from addons.tinker import tinker_runs  # noqa: E402
-from dschat_lora.models.source import find_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.stage,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-SCRIPT = Path(__file__).resolve().parents[3] / "dschat_lora" / "__main__.py"
 
 
 def differences(found, expected):
@@ -42,16 +38,16 @@ def test_processes_and_zero_stages_give_what_one_process_gives(ranks, tmp_path):
     for step, zero_stage in enumerate(stages):
         options = {"directory": str(tmp_path / "several"), "steps": [step]}
         if zero_stage is None:
-            (found,) = tinker_runs.train(**options)
+            (outcome,) = tinker_runs.train(**options)
         else:
             run = "addons.tinker.tinker_runs:train"
-            (found,), nothing = ranks(2).run(run, **options, zero_stage=zero_stage)
+            (outcome,), nothing = ranks(2).run(run, **options, zero_stage=zero_stage)
             assert nothing is None
         for name in ("outputs", "answers", "prompts"):
-            difference = differences(found[name], expected[step][name])
+            difference = differences(outcome[name], expected[step][name])
             assert difference < 1e-5, (step, name, difference)
         for name, tolerance in (("weights", 1e-5), ("moments", 1e-4)):
-            for own, others in zip(found[name], expected[step][name], strict=True):
+            for own, others in zip(outcome[name], expected[step][name], strict=True):
                 assert own.keys() == others.keys()
                 for key, value in others.items():
                     largest = max(1.0, float(value.abs().max()))
@@ -69,20 +65,7 @@ def test_a_process_that_is_lost_ends_the_server_which_goes_on_where_it_was(
         port = free.getsockname()[1]
 
     def start():
-        argv = ["tinker", "base", "--port", port, "--state_dir", tmp_path / "state"]
-        found = launcher.start(argv, tmp_path, ranks=2, script=SCRIPT)
-        ends = time.monotonic() + 120
-        while "Ctrl-C" not in found.out():
-            assert time.monotonic() < ends, found.output()
-            time.sleep(0.02)
-        return found
-
-    def datum(step):
-        tokens = [10 + step, 41, 7, 300, 52]
-        return types.Datum(
-            types.ModelInput.from_ints(tokens),
-            {"target_tokens": [*tokens[1:], 5], "weights": [1.0] * 5},
-        )
+        return started_server(launcher, tmp_path, port, ranks=2, env={})
 
     def train(steps, strike=lambda: None):
         trainer = client.create_lora_training_client(
@@ -90,7 +73,7 @@ def test_a_process_that_is_lost_ends_the_server_which_goes_on_where_it_was(
         ).result()
         losses = []
         for step in steps:
-            data = [datum(step), datum(step + 5), datum(step + 7)]
+            data = [datum([10 + n, 41, 7, 300, 52]) for n in (step, step + 5, step + 7)]
             sent = trainer.forward_backward(data, "cross_entropy")
             stepped = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
             if step == 1:
@@ -114,6 +97,5 @@ def test_a_process_that_is_lost_ends_the_server_which_goes_on_where_it_was(
     struck, undisturbed = train(range(3), strike), train(range(3))
     client.close("success")
     assert struck == pytest.approx(undisturbed, rel=1e-5)
-    running[1].signal(signal.SIGTERM)
-    assert running[1].wait() == [0, 0]
+    stopped_server(running[1], [0, 0])
     assert "1 runs go on, 2 requests wait" in running[1].out()

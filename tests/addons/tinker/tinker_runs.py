@@ -1,6 +1,8 @@
 """A client of the Tinker API's service without HTTP, and runs of several processes."""
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import torch
@@ -12,7 +14,8 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
-from dschat_lora.addons.tinker.adapters import OPTIMIZER_FILE, open_base
+from dschat_lora.addons.tinker.adapters import OPTIMIZER_FILE
+from dschat_lora.addons.tinker.bases import open_base
 from dschat_lora.addons.tinker.losses import DatumLoss
 from dschat_lora.addons.tinker.processes import follow
 from dschat_lora.addons.tinker.service import TinkerService
@@ -24,7 +27,31 @@ from dschat_lora.engine.distributed import rank, world_size
 from dschat_lora.models.source import find_model
 
 NAME = "base"
+SCRIPT = Path(__file__).resolve().parents[3] / "dschat_lora" / "__main__.py"
 ADAM = {"learning_rate": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "grad_clip_norm": 20.0}
+
+
+def service_of(bases, directory, *, tokens_per_device=16384, zero_stage=0, **options):
+    """A service of bases by name."""
+    store = Store(Path(directory))
+    worker = Worker(bases, store, tokens_per_device=tokens_per_device, zero_stage=zero_stage)
+    return TinkerService(worker, **options)
+
+
+def started_server(launcher, home, port, **options):
+    """The command, once it has said that it serves."""
+    argv = ["tinker", "base", "--port", port, "--state_dir", home / "state"]
+    server = launcher.start(argv, home, script=SCRIPT, **{"env": {"RANK": None}, **options})
+    ends = time.monotonic() + 120
+    while "Ctrl-C" not in server.out():
+        assert time.monotonic() < ends, server.output()
+        time.sleep(0.02)
+    return server
+
+
+def stopped_server(server, codes):
+    server.signal(signal.SIGTERM)
+    assert server.wait() == codes
 
 
 class Client:
@@ -32,7 +59,7 @@ class Client:
 
     def __init__(self, service, number=0, *, session=None, **lora):
         self.service = service
-        self.session = session or service.create_session({})
+        self.session = session or service.registry.create_session({})
         body = {"base_model": NAME, "lora_config": {"rank": 4, "seed": 3, **lora}}
         self.request_ids = [service.create_run(self.session, number, body)]
         self.run = self.request_ids[0].rpartition(":")[0]
@@ -68,10 +95,10 @@ class Client:
 
 
 def result(service, request_id):
-    found = service.future(request_id).result(timeout=60)
-    if found.media_type == "application/x-protobuf":
-        return deserialize_forward_backward_output(found.body)
-    return json.loads(found.body)
+    given = service.future(request_id).result(timeout=60)
+    if given.media_type == "application/x-protobuf":
+        return deserialize_forward_backward_output(given.body)
+    return json.loads(given.body)
 
 
 def values(service, path):
@@ -94,6 +121,13 @@ def rows(count, seed, loss="cross_entropy"):
             inputs["logprobs"] = -6 - torch.rand(size, generator=draw) * answer
             inputs["advantages"] = torch.randn(size, generator=draw) * answer
         data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs))
+    return data
+
+
+def endless(data, number=0):
+    """The rows, one of which has a loss that is not finite."""
+    data[number].loss_fn_inputs["logprobs"]._numpy[3] = -1e30
+    data[number].loss_fn_inputs["advantages"]._numpy[3] = -1.0
     return data
 
 
@@ -125,18 +159,19 @@ def train(directory, steps, **options):
 
 
 def _train(base, directory, steps, options):
-    service = TinkerService({NAME: base}, Store(Path(directory)), max_adapters=2, **options)
-    session = next(iter(service.sessions), None) or service.create_session({})
+    service = service_of({NAME: base}, directory, max_adapters=2, **options)
+    registry = service.registry
+    session = next(iter(registry.sessions), None) or registry.create_session({})
     clients = [Client(service, n, session=session, **kind) for n, kind in enumerate(KINDS)]
     for client in clients:
         client.seq = max(0, service.runs[client.run].done)
     service.start()
-    found = [_step(service, session, clients, step) for step in steps]
+    given = [_step(service, session, clients, step) for step in steps]
     service.close()
     assert service.failure is None
     service.worker.channel.send()
     assert service.worker.passes_of_several > 0
-    return found
+    return given
 
 
 def _step(service, session, clients, step):
@@ -150,9 +185,7 @@ def _step(service, session, clients, step):
     for number, client in enumerate(clients):
         sent.append(client.forward_backward(rows(2, number, "cispo"), "cispo"))
         sent.append(client.optim_step())
-        broken = rows(4, 4, "importance_sampling")
-        broken[number].loss_fn_inputs["logprobs"]._numpy[3] = -1e30
-        broken[number].loss_fn_inputs["advantages"]._numpy[3] = -1.0
+        broken = endless(rows(4, 4, "importance_sampling"), number)
         sent.append(client.forward_backward(broken, "importance_sampling"))
         broken[number].loss_fn_inputs["target_tokens"]._numpy[1] = 5000
         sent.append(client.forward_backward(broken, "importance_sampling"))
@@ -160,7 +193,7 @@ def _step(service, session, clients, step):
         sent.append(client.forward_backward(rows(2, 99)))  # part of the next step
     outputs = [_plain(result(service, each)) for each in sent]
     paths = [f"tinker://{client.run}/weights/step{step}" for client in clients]
-    sampler = service.create_sampler(session, step, base=None, path=paths[0])
+    sampler = service.registry.create_sampler(session, step, base=None, path=paths[0])
     asked = [service.sample(_question(sampler, n)) for n in range(5)]
     answers = [
         deserialize_sample_response(service.future(each).result(60).body) for each, _ in asked
