@@ -235,7 +235,7 @@ FLOORS = [
         "addons.agents": Room(
             "addons.environments addons.serving algos config data engine generation models report"
             " rl.draw rl.options rl.response rl.score runtime",
-            "openai starlette",
+            "httpx openai starlette",
             "addon options",
         ),
         "addons.distill": Room(
@@ -252,7 +252,7 @@ FLOORS = [
         "addons.nlg": Room(
             "addons.loralib algos checkpoint config data engine generation lora models report"
             " runtime supervised",
-            "nltk pycocoevalcap sacrebleu torch transformers",
+            "nltk pycocoevalcap sacrebleu tokenizers torch transformers",
             "addon config formats predictions validation verbs",
         ),
         "addons.tinker": Room(

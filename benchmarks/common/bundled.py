@@ -14,7 +14,8 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.data.batch import Batch, SampleCollator
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.encoder import make_encoder
-from dschat_lora.data.loader import StepLoader, make_rows
+from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.packing import make_rows
 from dschat_lora.data.readers import iter_file
 from dschat_lora.data.records import to_records
 from dschat_lora.data.rows import parse_row

@@ -20,7 +20,7 @@ from transformers import (
 from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import Batch, SampleCollator
-from dschat_lora.data.loader import PackedRows, make_rows
+from dschat_lora.data.packing import PackedRows, make_rows
 from dschat_lora.data.samples import SequenceSample
 from dschat_lora.lora import nf4
 from dschat_lora.lora.collectives import TensorGroup

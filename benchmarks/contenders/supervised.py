@@ -41,7 +41,8 @@ from dschat_lora.algos.logprobs import IGNORE_INDEX
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.stages import DpoConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
-from dschat_lora.data.loader import PackedRows, StepLoader, make_rows
+from dschat_lora.data.loader import StepLoader
+from dschat_lora.data.packing import PackedRows, make_rows
 from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet, write_samples
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.process_group import init_distributed

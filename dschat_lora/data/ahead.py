@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ def pinned_window(window: Window) -> Window:
     return replace(window, batches=[_pinned(batch) for batch in window.batches])
 
 
-def _pinned(value: Any) -> Any:
+def _pinned(value: object) -> object:
     """A tensor, or what has tensors and may be moved as a whole, in pinned memory."""
     if isinstance(value, Tensor):
         return value.pin_memory()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from dschat_lora.algos.segments import (
     make_spans,
     to_device,
 )
-from dschat_lora.data.loader import SampleCounts, first_fit, round_up
+from dschat_lora.data.packing import SampleCounts, first_fit, round_up
 from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class SampleCollator:
 
     pad_id: int  # of padding, which segment 0 marks: nothing reads it
     multiple_of: int = 1  # width is rounded up to it
-    context: Any = None  # the group of ranks that divide the tokens among them, if any do
+    context: "Sharing | None" = None  # ranks that divide the tokens among them, if any do
     num_sources: int = 0  # of samples, if batches are to say of which one a target is
 
     def __call__(self, rows: Sequence[Sequence[SequenceSample]]) -> Batch:
@@ -158,10 +158,20 @@ class SampleCollator:
         return SampleCounts(tokens, learnt, causal_pairs(tokens), tokens, none)
 
 
-def own_tokens(batch: BatchT, context: Any) -> BatchT:
+class Sharing(Protocol):
+    """Ranks that divide the tokens of a batch among them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+def own_tokens(batch: BatchT, context: Sharing | None) -> BatchT:
     """A rank's share of the tokens of all rows, one row after another without padding.
 
-    ``context`` is the group of ranks, with ``rank`` and ``size``; None: the batch as it is. All get
+    ``context`` is the group of ranks; None: the batch as it is. All get
     as many tokens, the last ones perhaps padding. A target is on the rank of the token that
     predicts it, and ``ends`` and ``compared`` are -1 where the token is another rank's. All else,
     such as spans, is that of the whole batch on every rank, but counts, which the first has.
@@ -179,9 +189,9 @@ def own_tokens(batch: BatchT, context: Any) -> BatchT:
         real = values.flatten() if places is None else values.flatten()[places]
         return nn.functional.pad(real, (0, padding))[None, first : first + size]
 
-    def here(found: Tensor) -> Tensor:
-        found = (found if places is None else torch.searchsorted(places, found)) - first
-        return found.where((found >= 0) & (found < size), -1)
+    def here(tokens_at: Tensor) -> Tensor:
+        tokens_at = (tokens_at if places is None else torch.searchsorted(places, tokens_at)) - first
+        return tokens_at.where((tokens_at >= 0) & (tokens_at < size), -1)
 
     steps = here(values["logit_positions"])
     changed: dict[str, Any] = {
@@ -218,7 +228,7 @@ class PairCollator:
     layout: PairLayout
     multiple_of: int = 1  # width is rounded up to it
     tight: bool = False
-    context: Any = None  # the group of ranks that divide the tokens among them, if any do
+    context: "Sharing | None" = None  # ranks that divide the tokens among them, if any do
 
     def __call__(self, rows: Sequence[Sequence[PairSample]]) -> PairBatch:
         """One batch row per element of ``rows``, or one per sequence of its only pair."""

@@ -78,27 +78,7 @@ def collect(
     tasks = map_in_order(reader, row_tasks(used, directory), workers=workers)
     files = _read(used, tasks, arrays := RowArrays(directory), on_rows)
     slices = files.source_slices
-    seen, train, held_out = (arrays.zeros(files.size, dtype=bool) for _ in range(3))
-    for number, rows in slices.items():
-        source, usable = used[number], files.sizes[rows] > 0
-        if source.option == "eval_data_path":
-            held_out[rows] = usable
-            continue
-        seen[rows] = usable
-        shares = None
-        if config.data_split is not None and source.option == "data_path":
-            shares = parse_data_split(config.data_split)
-        # Rows of one prompt are a group; a row without a prompt is a group of its own.
-        split = split_rows(
-            first_equals(files.groups[rows], arrays),
-            arrays,
-            shares=shares,
-            phase=phase,
-            eval_ratio=0.0 if config.eval_data_path else config.eval_ratio,
-            seed=seed,
-            source=number,
-        )
-        train[rows], held_out[rows] = split.train & usable, split.eval & usable
+    seen, train, held_out = _split(config, used, files, arrays, phase=phase, seed=seed)
     weights = dict(enumerate(config.data_weights))
     counted = {number: int(train[rows].sum()) for number, rows in slices.items()}
     if config.is_mixture and config.tail is None:
@@ -149,14 +129,48 @@ def _read(
     return RowFiles(paths, numbers, arrays)
 
 
+def _split(
+    config: DataConfig,
+    sources: Mapping[int, DataSource],
+    files: RowFiles,
+    arrays: RowArrays,
+    *,
+    phase: int,
+    seed: int,
+) -> tuple[Mask, Mask, Mask]:
+    """(n,) usable rows of training sources, those to train on, and held-out ones of any source."""
+    seen, train, held_out = (arrays.zeros(files.size, dtype=bool) for _ in range(3))
+    for number, rows in files.source_slices.items():
+        source, usable = sources[number], files.sizes[rows] > 0
+        if source.option == "eval_data_path":
+            held_out[rows] = usable
+            continue
+        seen[rows] = usable
+        shares = None
+        if config.data_split is not None and source.option == "data_path":
+            shares = parse_data_split(config.data_split)
+        # Rows of one prompt are a group; a row without a prompt is a group of its own.
+        split = split_rows(
+            first_equals(files.groups[rows], arrays),
+            arrays,
+            shares=shares,
+            phase=phase,
+            eval_ratio=0.0 if config.eval_data_path else config.eval_ratio,
+            seed=seed,
+            source=number,
+        )
+        train[rows], held_out[rows] = split.train & usable, split.eval & usable
+    return seen, train, held_out
+
+
 def _count_others(numbers: Indices, rows: Mask, others: NDArray[np.generic], *, drop: bool) -> int:
     """How many ``others`` (n,), where they are not 0, have the number of one of the rows.
 
     With ``drop`` these become 0.
     """
-    found, count = _values_of(numbers, rows), 0
+    is_number, count = _values_of(numbers, rows), 0
     for part in chunks(len(numbers)):
-        own = found[numbers[part]] & (others[part] != 0)
+        own = is_number[numbers[part]] & (others[part] != 0)
         count += int(own.sum())
         if drop:
             others[part][own] = 0
@@ -165,10 +179,10 @@ def _count_others(numbers: Indices, rows: Mask, others: NDArray[np.generic], *, 
 
 def _values_of(numbers: Indices, rows: Mask) -> Mask:
     """(n,) whether a number below n is that of one of the rows."""
-    found = np.zeros(len(numbers), bool)
+    is_number = np.zeros(len(numbers), bool)
     for part in chunks(len(numbers)):
-        found[numbers[part][rows[part]]] = True
-    return found
+        is_number[numbers[part][rows[part]]] = True
+    return is_number
 
 
 def split_rows(
@@ -236,7 +250,7 @@ def _rows_between(
 ) -> Mask:
     """(n,) the rows whose places are between these, where groups ``begin`` at theirs."""
     low, high = borders
-    found = arrays.zeros(len(group), dtype=bool)
+    between = arrays.zeros(len(group), dtype=bool)
     across: set[int] = set()  # groups of which only a part is between
     for part in chunks(len(sizes)):
         for border in borders:
@@ -244,12 +258,12 @@ def _rows_between(
             across.update((part.start + np.flatnonzero(inside)).tolist())
     for part in chunks(len(group)):
         start = begin[group[part]]
-        found[part] = (start >= low) & (start + sizes[group[part]] <= high)
+        between[part] = (start >= low) & (start + sizes[group[part]] <= high)
     for each in across:
         rows = [part.start + np.flatnonzero(group[part] == each) for part in chunks(len(group))]
         places = begin[each] + np.arange(sizes[each])
-        found[np.concatenate(rows)] = (places >= low) & (places < high)
-    return found
+        between[np.concatenate(rows)] = (places >= low) & (places < high)
+    return between
 
 
 def _choose(sizes: Indices, drawn: Indices, wanted: int, size: int) -> Mask:

@@ -27,7 +27,7 @@ from dschat_lora.data.readers import count_rows, iter_rows, load_hub
 from dschat_lora.data.record_files import RecordTokenizer, RowCounts, RowReader, token_tasks
 from dschat_lora.data.records import answers_of
 from dschat_lora.data.row_arrays import Indices
-from dschat_lora.data.rows import DataKind, ValueT, config_sources, row_options
+from dschat_lora.data.rows import DataKind, config_sources, row_options
 from dschat_lora.data.samples import (
     AnySample,
     Columns,
@@ -125,20 +125,20 @@ def prepare(
         for name in ("train", "eval")
     )
     names = source_names(sources)
-
-    def by_name(values: Mapping[str, ValueT]) -> dict[str, ValueT]:
-        return {names[int(number)]: value for number, value in values.items()}
-
+    train_sources, eval_sources, times = (
+        {names[int(number)]: value for number, value in values.items()}
+        for values in (content["sources"]["train"], content["sources"]["eval"], content["times"])
+    )
     return Prepared(
         train,
         held_out,
         DataAudit.from_dict(content["audit"]),
         key,
         from_cache,
-        names=tuple(names),
-        train_sources=by_name(content["sources"]["train"]),
-        eval_sources=by_name(content["sources"]["eval"]),
-        times=by_name(content["times"]),
+        tuple(names),
+        train_sources,
+        eval_sources,
+        times,
         left_out=frozenset(map(bytes.fromhex, content["left_out"])),
         media=media,
     )
@@ -176,8 +176,7 @@ def _build(
     of the answers that are compared. ``reader`` is ``media`` or, where no usable row holds more
     than text, what says what is wrong with others.
     """
-    parts = directory / "parts"
-    parts.mkdir(exist_ok=True)
+    (parts := directory / "parts").mkdir(exist_ok=True)
     workers = num_workers(config)
     if media is not None:
         media.number(directory, workers=workers)
@@ -185,35 +184,61 @@ def _build(
     tokens = TokenWriter(make_encoder(tokenizer), token_rule(config, eos_id, kind))
     uses_all = config.data_split is None and not config.is_mixture
     at_once = uses_all and min(config.data_weights, default=1) >= 1 and kind != "unpaired"
-    with progress(
-        "tokenising rows" if at_once else "reading rows", lambda: count_rows(sources)
-    ) as bar:
-        on_rows = bar.update if bar is not None else lambda count: None
-        found = collect(
+    what = "tokenising rows" if at_once else "reading rows"
+    with progress(what, lambda: count_rows(sources)) as bar:
+        collected = collect(
             config,
             sources,
             chat,
             parts,
             workers=workers,
-            on_rows=on_rows,
+            on_rows=bar.update if bar is not None else lambda count: None,
             phase=phase,
             seed=seed,
             kind=kind,
             tokens=tokens if at_once else None,
             media=reader,
         )
-    files = found.rows
-    sets: dict[str, NDArray[Any]] = {"train": found.times, "eval": found.eval.view(np.uint8)}
+    files = collected.rows
+    sets: dict[str, NDArray[Any]] = {
+        "train": collected.times,
+        "eval": collected.eval.view(np.uint8),
+    }
     paths, used = dict(enumerate(files.paths)), np.ones(files.size, bool)
     if not at_once:
-        used = (found.times > 0) | found.eval
+        used = (collected.times > 0) | collected.eval
         with progress("tokenising rows", lambda: int(used.sum())) as bar:
-            tasks = token_tasks(files, used, _mismatched(found, used, seed=seed), parts)
+            tasks = token_tasks(files, used, _mismatched(collected, used, seed=seed), parts)
             for task in map_in_order(RecordTokenizer(files, tokens), tasks, workers=workers):
                 paths[task.file] = task.path
                 if bar is not None:
                     bar.update(len(task.rows))
-    digests, tallies = {}, {name: Tally() for name in sets}
+    tallies, digests, samples = _write_sets(directory, sets, collected, paths, used, progress)
+    shutil.rmtree(parts)
+    return {
+        "audit": make_audit(
+            config, collected, *tallies.values(), media_kind="" if media is None else media.kind
+        ).to_dict(),
+        "digests": {name: digest.to_dict() for name, digest in digests.items()},
+        "sources": samples,
+        "times": collected.source_times,
+        "left_out": [] if config.tail is None or config.eval_data_path else _left_out(collected),
+    }
+
+
+def _write_sets(
+    directory: Path,
+    sets: Mapping[str, NDArray[np.integer]],
+    collected: Collected,
+    paths: Mapping[int, Path],
+    used: NDArray[np.bool_],
+    progress: Progress,
+) -> tuple[dict[str, Tally], dict[str, DataDigest], dict[str, Counter[int]]]:
+    """Write token sets; returns counts of each, its digest, and its samples by their source.
+
+    ``sets`` say how often each row is in a set; the files at ``paths`` have those of ``used`` rows.
+    """
+    files, tallies = collected.rows, {name: Tally() for name in sets}
     samples: dict[str, Counter[int]] = {name: Counter() for name in sets}
 
     def chosen(name: str, bar: Bar | None) -> Iterator[Columns]:
@@ -230,38 +255,30 @@ def _build(
 
     count = sum(int(np.count_nonzero(times)) for times in sets.values())
     with progress("writing samples", lambda: count) as bar:
-        for name in sets:
-            written = write_set(directory / f"{name}.arrow", chosen(name, bar), kind)
-            digests[name] = written.to_dict()
-    shutil.rmtree(parts)
-    return {
-        "audit": make_audit(
-            config, found, *tallies.values(), media_kind="" if media is None else media.kind
-        ).to_dict(),
-        "digests": digests,
-        "sources": samples,
-        "times": found.source_times,
-        "left_out": [] if config.tail is None or config.eval_data_path else _left_out(found),
-    }
+        digests = {
+            name: write_set(directory / f"{name}.arrow", chosen(name, bar), collected.kind)
+            for name in sets
+        }
+    return tallies, digests, samples
 
 
-def _mismatched(found: Collected, used: NDArray[np.bool_], *, seed: int) -> Indices | None:
+def _mismatched(collected: Collected, used: NDArray[np.bool_], *, seed: int) -> Indices | None:
     """Of answers of KTO, for each record of used rows the number of one to another prompt."""
-    if found.kind != "unpaired":
+    if collected.kind != "unpaired":
         return None
-    others = np.zeros(int(found.rows.sizes.sum()), np.int64)
-    for rows in (found.times > 0, found.eval):
-        own = np.repeat(rows, found.rows.sizes)
-        others[own] = found.rows.mismatched(rows, found.times > 0, seed=seed)
-    return others[np.repeat(used, found.rows.sizes)]
+    files, trained = collected.rows, collected.times > 0
+    others = np.zeros(int(files.sizes.sum()), np.int64)
+    for rows in (trained, collected.eval):
+        others[np.repeat(rows, files.sizes)] = files.mismatched(rows, trained, seed=seed)
+    return others[np.repeat(used, files.sizes)]
 
 
-def _left_out(found: Collected) -> list[str]:
+def _left_out(collected: Collected) -> list[str]:
     """Hex digests of held-out rows, and of their prompts where all rows of one are held out."""
-    files, trained = found.rows, found.times > 0
+    files, held_out, trained = collected.rows, collected.eval, collected.times > 0
     rows, prompts, others = (
         {digest.tobytes() for digest in digests}
-        for digests in (files.digests[found.eval], files.groups[found.eval], files.groups[trained])
+        for digests in (files.digests[held_out], files.groups[held_out], files.groups[trained])
     )
     return sorted(digest.hex() for digest in rows | prompts - others - {bytes(16)})
 
@@ -300,20 +317,20 @@ def fingerprint(
     Files count by content, not by name or time, and a hub data set by its own fingerprint. The
     code counts by its text, so that a changed rule never meets data made by the old one.
     """
-    described: list[list[Any]] = []
+    described: list[list[object]] = []
     for source in sources:
-        found: list[Any]
+        identity: list[object]
         if source.files and source.tail is None:
-            found = [[data_suffix(file), file_digest(file)] for file in source.files]
+            identity = [[data_suffix(file), file_digest(file)] for file in source.files]
         elif source.hub_name is not None and source.tail is None:
-            found = [cast("Dataset", load_hub(source))._fingerprint]
+            identity = [cast("Dataset", load_hub(source))._fingerprint]
         else:
             digest = hashlib.blake2b(digest_size=16)
             for row in iter_rows(source):
                 text = json.dumps([row.values, row.problem], default=_without_address)
                 digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
-            found = ["rows", digest.hexdigest()]
-        described.append([source.option, *found, source.weight, source.most])
+            identity = ["rows", digest.hexdigest()]
+        described.append([source.option, *identity, source.weight, source.most])
     parts = {
         "sources": described,
         "options": {name: getattr(config, name) for name in OPTIONS},
@@ -374,5 +391,5 @@ def _sequences(sample: AnySample) -> dict[str, tuple[list[int], list[int]]]:
         shown = {"good answer" if sample.label else "bad answer": sample.input_ids}
     begin = len(sample.prompt)
     return {
-        n: (ids.tolist(), [int(i >= begin) for i in range(len(ids))]) for n, ids in shown.items()
+        name: (ids.tolist(), [0] * begin + [1] * (len(ids) - begin)) for name, ids in shown.items()
     }

@@ -49,7 +49,7 @@ def first_equals(digests: Digests, arrays: RowArrays) -> Indices:
 
     Digests are sorted a share at a time, by their first bits.
     """
-    found = arrays.zeros(len(digests))
+    first = arrays.zeros(len(digests))
     bits = (len(digests) // AT_A_TIME).bit_length()
     for share in range(1 << bits):
         parts = []
@@ -63,5 +63,5 @@ def first_equals(digests: Digests, arrays: RowArrays) -> Indices:
         own, mine = own[order], mine[order]
         begins = (mine[1:] != mine[:-1]).any(axis=1) | ~mine[1:].any(axis=1)
         begins = np.concatenate([np.ones(min(1, len(own)), bool), begins])
-        found[own] = own[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
-    return found
+        first[own] = own[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
+    return first

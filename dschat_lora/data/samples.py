@@ -353,10 +353,10 @@ class TokenSet:
         """Of what every sample is, in order, however they are stored."""
         if self._known is not None:
             return self._known
-        found = BlockHasher()
+        hasher = BlockHasher()
         for chunk in self._chunks:
-            found.update(_fields(chunk))
-        return found.digest()
+            hasher.update(_fields(chunk))
+        return hasher.digest()
 
     @property
     def digest(self) -> str:

@@ -57,18 +57,18 @@ def find_empty_thought(
     thought = content * 2
     shown = render(dict.fromkeys(KEYS, thought)).rpartition(question)[2]
     before, is_shown, behind = shown.partition(thought)
-    found = None
+    match = None
     if is_shown:
         # A pattern matches in any text.
         first, last = _LAST_TAG.findall(before.rstrip())[0], _FIRST_TAG.findall(behind.lstrip())[0]
         tags = rf"({re.escape(first)})\s*({re.escape(last)})"
-        found = re.search(tags, plain) if first and last else None
-    found = found or _TAGS.search(plain)
-    if found is None:
+        match = re.search(tags, plain) if first and last else None
+    match = match or _TAGS.search(plain)
+    if match is None:
         return NO_THOUGHT
-    after = plain[found.end() :]
+    after = plain[match.end() :]
     blank = len(after) - len(after.lstrip())
-    opening, closing = found[1] or found[2].replace("/", "", 1), found[2]
-    start = found.start(1 if found[1] else 2)
-    text = plain[start : found.end() + blank]
+    opening, closing = match[1] or match[2].replace("/", "", 1), match[2]
+    start = match.start(1 if match[1] else 2)
+    text = plain[start : match.end() + blank]
     return EmptyThought(plain[:start], opening, closing, text, after[blank:])

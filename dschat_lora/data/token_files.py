@@ -161,8 +161,7 @@ class Tally:
         for name, sizes in parts.items():
             longest = np.maximum.reduceat(sizes, starts)
             values, numbers = np.unique(longest, return_counts=True)
-            found = dict(zip(values.tolist(), numbers.tolist(), strict=True))
-            getattr(self, name).update(found)
+            getattr(self, name).update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
         lost = (counted["samples"] == 0) & ~counted["identical"]
         lost, left, truncated, split, doubled, media = (
             np.logical_or.reduceat(each, starts)
@@ -204,8 +203,8 @@ def mismatched(prompts: NDArray[np.generic], *, seed: int) -> Indices:
     # A second lap, for the last ones' next is the first.
     lap = np.concatenate([order, order])
     changes = np.flatnonzero(prompts[lap[1:]] != prompts[lap[:-1]]) + 1
-    found = np.full(len(prompts), -1)
+    others = np.full(len(prompts), -1)
     if len(changes):
         following = np.searchsorted(changes, np.arange(len(order)), side="right")
-        found[order] = lap[changes[following]]
-    return found
+        others[order] = lap[changes[following]]
+    return others

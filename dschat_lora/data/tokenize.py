@@ -106,31 +106,28 @@ def _tokenize_sample(
     length, is_text = sum(map(len, pieces)), record.kind == "text"
     before = length - len(pieces[-1]) * record.spans[-1].target
     beyond = [*chain.from_iterable(pieces)][rule.max_seq_len :]
+    dropped = Tokenized(None, length, before, doubled_bos=doubled)
     if rule.overlong == "truncate" and has_media(beyond):
-        return Tokenized(None, length, before, doubled_bos=doubled)
+        return dropped
     if length > rule.max_seq_len and is_text and rule.overlong == "split" and not record.media:
         tokens, size = np.array([*chain.from_iterable(pieces)], dtype=np.int32), rule.max_seq_len
         # Each piece after the first begins with the last token of the one before it, as context.
         cuts = [tokens[start : start + size] for start in range(0, length - 1, size - 1)]
         first, *rest = (SequenceSample(ids, (1, len(ids) - 1)) for ids in cuts)
-        return Tokenized(first, length, before, doubled_bos=doubled, is_text=True, rest=tuple(rest))
+        return dropped._replace(sample=first, is_text=True, rest=tuple(rest))
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
-        return Tokenized(None, length, before, doubled_bos=doubled)
+        return dropped
     thoughts = [
         [] if rule.train_on_prompt else _thought_places(span, piece, encoder, rule)
         for span, piece in zip(record.spans, pieces, strict=True)
     ]
     sample = _to_sample(record, pieces, thoughts, rule)
     learns, truncated = sample.num_supervised > 0, length > rule.max_seq_len
-    kept, is_ended = sample if learns else None, record.end == "template" and not truncated
-    return Tokenized(
-        kept,
-        length,
-        before,
-        truncated and learns,
-        doubled,
-        ended=is_ended,
+    return dropped._replace(
+        sample=sample if learns else None,
+        truncated=truncated and learns,
+        ended=record.end == "template" and not truncated,
         is_text=is_text,
         empty_thoughts=sum(map(len, thoughts)) if learns else 0,
     )
@@ -143,15 +140,16 @@ def _tokenize_pair(
     prompt, chosen, rejected = _two_answers(record, encoded, encoder, rule)
     sequences = [[*prompt, *ids] for ids in (chosen, rejected)]
     length = max(map(len, sequences))
+    dropped = Tokenized(None, length, len(prompt), doubled_bos=doubled)
     if length > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, length, rule)
-        return Tokenized(None, length, len(prompt), doubled_bos=doubled)
+        return dropped
     # A prompt that fills the row leaves nothing of either answer.
     chosen, rejected = (ids[: rule.max_seq_len] for ids in sequences)
     if has_media(prompt[rule.max_seq_len :]):
-        return Tokenized(None, length, len(prompt), doubled_bos=doubled)
+        return dropped
     if chosen == rejected:
-        return Tokenized(None, length, len(prompt), doubled_bos=doubled, identical=True)
+        return dropped._replace(identical=True)
     shared = shared_length(chosen, rejected)
     sample = PairSample(
         np.array([*chosen, *rejected[shared:]], dtype=np.int32),
@@ -162,7 +160,7 @@ def _tokenize_pair(
     )
     truncated = length > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
-    return Tokenized(sample, length, len(prompt), truncated, doubled, ended=is_ended)
+    return dropped._replace(sample=sample, truncated=truncated, ended=is_ended)
 
 
 def _tokenize_unpaired(
@@ -171,12 +169,13 @@ def _tokenize_unpaired(
     doubled = encoder.begins_twice(encoded[-2])
     prompt, answer, mismatched = _two_answers(record, encoded, encoder, rule)
     ids = [*prompt, *answer]
+    dropped = Tokenized(None, len(ids), len(prompt), doubled_bos=doubled)
     if len(ids) > rule.max_seq_len and rule.overlong != "truncate":
         _refuse_overlong(record, len(ids), rule)
-        return Tokenized(None, len(ids), len(prompt), doubled_bos=doubled)
+        return dropped
     room = rule.max_seq_len - len(prompt)
     if room <= 0:
-        return Tokenized(None, len(ids), len(prompt), doubled_bos=doubled)
+        return dropped
     sample = UnpairedSample(
         np.array(ids[: rule.max_seq_len], dtype=np.int32),
         np.array(mismatched[:room], dtype=np.int32),
@@ -185,7 +184,7 @@ def _tokenize_unpaired(
     )
     truncated = len(ids) > rule.max_seq_len
     is_ended = record.end == "template" and not truncated
-    return Tokenized(sample, len(ids), len(prompt), truncated, doubled, ended=is_ended)
+    return dropped._replace(sample=sample, truncated=truncated, ended=is_ended)
 
 
 def _tokenize_prompt(

@@ -14,16 +14,12 @@ from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import (
     Collator,
     Loader,
-    PackedRows,
     StepLoader,
     Tail,
-    TokenBudget,
-    fill,
-    keep_rows,
-    make_rows,
     sample_sources,
-    told_sources,
+    sources_in_metrics,
 )
+from dschat_lora.data.packing import PackedRows, TokenBudget, fill, keep_rows, make_rows
 from dschat_lora.data.samples import Samples
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import context, local_rank_first, rank, world_size
@@ -57,7 +53,7 @@ def make_sample_layout(setup: SupervisedSetup, engine: TrainEngine[BackboneModel
     collate = SampleCollator(
         int(tokenizer.pad_token_id),
         context=context_group(setup, engine),
-        num_sources=len(told_sources(setup.config.data, setup.data)),
+        num_sources=len(sources_in_metrics(setup.config.data, setup.data)),
     )
     return BatchLayout(collate, packing, row_tokens(setup, engine) if packing else None)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from dschat_lora.config.stages import DpoConfig
 from dschat_lora.data.batch import PairBatch
 from dschat_lora.data.cache import load_or_build, read_content
-from dschat_lora.data.loader import Collator, PackedRow, assign_to_ranks, eval_batches
+from dschat_lora.data.loader import Collator, assign_to_ranks, eval_batches
+from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.samples import PairSample, Samples, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import broadcast_, on_rank_zero, rank, sum_tensor_

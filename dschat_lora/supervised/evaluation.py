@@ -11,8 +11,9 @@ from torch import nn
 
 from dschat_lora.algos.logprobs import token_logprobs
 from dschat_lora.config.addons import groups_of
-from dschat_lora.data.loader import PackedRow, eval_batches
+from dschat_lora.data.loader import eval_batches
 from dschat_lora.data.media import FIRST_ID
+from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.samples import PairSample, Samples, SequenceSample, TokenSet
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import world_size

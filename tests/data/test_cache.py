@@ -1,7 +1,9 @@
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
+import shutil
 
 import pytest
 
@@ -13,6 +15,9 @@ def build(directory):
     """Content of one file; what it is called again with is in ``seen``."""
     (directory / "data").write_text("data")
     return {"seen": sorted(path.name for path in directory.iterdir())}
+
+
+BUILT = {"seen": ["data"]}
 
 
 @pytest.fixture
@@ -120,3 +125,100 @@ def test_what_another_process_builds_under_the_name_that_was_free_stays(
     monkeypatch.setattr(cache, "_put_in_place", and_another_begins)
     load_or_build(tmp_path / "key", build)
     assert (left / "part").exists()
+
+
+def test_a_second_call_reads_what_the_first_built(tmp_path):
+    target = tmp_path / "cache" / "key"
+    assert load_or_build(target, build) == (BUILT, False)
+    assert load_or_build(target, lambda _: pytest.fail("built twice")) == (BUILT, True)
+    assert (target / "data").read_text() == "data"
+    assert sorted(p.name for p in target.parent.iterdir()) == [".lock", "key"]
+
+
+def move(target):
+    manifest = json.loads((target / "manifest.json").read_text())
+    (target / "manifest.json").write_text(json.dumps(manifest | {"name": "other"}))
+
+
+def become_a_file(target):
+    shutil.rmtree(target)
+    target.write_text("")
+
+
+SPOILS = {
+    "cut": lambda target: (target / "data").write_text("dat"),
+    "changed": lambda target: (target / "data").write_text("dAta"),
+    "lost": lambda target: (target / "data").unlink(),
+    "without manifest": lambda target: (target / "manifest.json").unlink(),
+    "with another manifest": lambda target: (target / "manifest.json").write_text("[1]"),
+    "from elsewhere": move,
+    "a file": become_a_file,
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_an_unsound_or_foreign_directory_is_rebuilt(tmp_path, spoil):
+    target = tmp_path / "key"
+    load_or_build(target, build)
+    spoil(target)
+    assert load_or_build(target, build) == (BUILT, False)
+    assert load_or_build(target, build) == (BUILT, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "key"]
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path):
+    def fail(directory):
+        build(directory)
+        raise ValueError("bad row")
+
+    with pytest.raises(ValueError, match="bad row"):
+        load_or_build(tmp_path / "cache" / "key", fail)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_process_that_finishes_second_keeps_the_first_result(tmp_path):
+    target = tmp_path / "key"
+
+    def overtaken(directory):
+        load_or_build(target, build)
+        (target / "mark").write_text("first")
+        return build(directory)
+
+    assert load_or_build(target, overtaken) == (BUILT, False)
+    assert (target / "mark").exists()
+
+
+def race(target, start):
+    start.wait()
+    for _ in range(5):
+        load_or_build(target, build)
+
+
+def test_processes_that_build_at_once_agree(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
+    target = tmp_path / "key"
+    target.mkdir()  # unsound, so that all of them want to replace it
+    workers = [context.Process(target=race, args=(target, start)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert load_or_build(target, build) == (BUILT, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "key"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--data_output_path .*file cannot be written \(.*\)"):
+        load_or_build(tmp_path / "file" / "key", build)
+
+
+def test_the_cache_is_readable_by_whoever_may_read_its_parent(tmp_path):
+    before = os.umask(0o022)
+    try:
+        load_or_build(tmp_path / "key", build)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o755

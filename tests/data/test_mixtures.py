@@ -1,7 +1,6 @@
 """Shares of several sources, of prepared rows; refusals of what cannot be mixed."""
 
 import json
-import re
 from collections import Counter
 
 import numpy as np
@@ -11,7 +10,8 @@ from hand_tokenizers import build_byte_tokenizer
 from dschat_lora.config.data import DataConfig, mixture_shares, split_weight
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.collect import mixture_weights
-from dschat_lora.data.loader import SampleSources, StepLoader, make_rows
+from dschat_lora.data.loader import SampleSources, StepLoader
+from dschat_lora.data.packing import make_rows
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.rows import config_sources
 
@@ -95,35 +95,3 @@ def test_a_number_behind_the_last_colon_is_a_weight_unless_a_file_has_that_name(
     for odd in ("~nobody-of-that-name/b", "a" * 5000, r"C:\data\b"):
         assert split_weight(f"{odd}:2") == (odd, 2.0)
     assert [s.weight for s in config_sources(DataConfig(data_path=("a.jsonl:.5",)))] == [0.5]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"data_path": ("a:1", "b")},
-            "--data_path a:1 b: give every entry a share > 0, as in a.jsonl:0.6 b/:0.4, or none",
-        ),
-        (
-            {"data_path": ("a:1", "b:0")},
-            "--data_path a:1 b:0: give every entry a share > 0, as in a.jsonl:0.6 b/:0.4, or none",
-        ),
-        (
-            {"data_path": ("a:1", "b:2"), "data_weights": (1.0, 2.0)},
-            "--data_weights counts uses in an epoch, and --data_path or --mixture_temperature sets "
-            "shares of a mixture; give one of them",
-        ),
-        (
-            {"data_path": ("a", "b"), "max_repeats": (1, 2, 3)},
-            "--max_repeats must be one number >= 0, or one for each of the 2 --data_path, got "
-            "'1 2 3'",
-        ),
-        (
-            {"data_path": ("a:1", "b:0.5"), "mixture_temperature": 0.0005},
-            "--mixture_temperature 0.0005 leaves some of --data_path a:1 b:0.5 no share; raise it",
-        ),
-    ],
-)
-def test_what_cannot_be_mixed_is_refused(options, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        DataConfig(**options)

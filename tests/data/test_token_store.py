@@ -1,15 +1,13 @@
-import json
-import multiprocessing
-import os
-import shutil
+import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dschat_lora.data import samples as store
-from dschat_lora.data.cache import load_or_build
-from dschat_lora.data.samples import SequenceSample, TokenSet, write_samples
+from dschat_lora.data.samples import PairSample, SequenceSample, TokenSet, write_samples
+from helpers.pairs import ragged_pairs
 
 
 def make_samples(count):
@@ -30,136 +28,16 @@ def test_samples_come_back_as_they_were_written(tmp_path, monkeypatch, count):
         np.testing.assert_array_equal(read[index].input_ids, samples[index].input_ids)
         np.testing.assert_array_equal(read[index].labels, samples[index].labels)
         assert read[index].input_ids.dtype == np.int32
+    assert digest_of(tmp_path, samples, "other.arrow") == read.digest
+    assert re.fullmatch("[0-9a-f]{32}", read.digest)
     for outside in (-1, count):
         with pytest.raises(IndexError, match=f"sample {outside} of {count}"):
             read[outside]
 
 
-def build(directory):
-    (directory / "data.txt").write_text("payload")
-    return {"rows": 3}
-
-
-def test_a_second_call_reads_what_the_first_built(tmp_path):
-    target = tmp_path / "cache" / "key"
-    assert load_or_build(target, build) == ({"rows": 3}, False)
-    assert load_or_build(target, lambda _: pytest.fail("built twice")) == ({"rows": 3}, True)
-    assert (target / "data.txt").read_text() == "payload"
-    assert sorted(p.name for p in target.parent.iterdir()) == [".lock", "key"]
-
-
-def truncate(target):
-    (target / "data.txt").write_text("pay")
-
-
-def flip(target):
-    (target / "data.txt").write_text("pAyload")
-
-
-def lose(target):
-    (target / "data.txt").unlink()
-
-
-def lose_manifest(target):
-    (target / "manifest.json").unlink()
-
-
-def garble_manifest(target):
-    (target / "manifest.json").write_text("[1]")
-
-
-def come_from_elsewhere(target):
-    manifest = json.loads((target / "manifest.json").read_text())
-    (target / "manifest.json").write_text(json.dumps(manifest | {"name": "other"}))
-
-
-def become_a_file(target):
-    shutil.rmtree(target)
-    target.write_text("")
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        truncate,
-        flip,
-        lose,
-        lose_manifest,
-        garble_manifest,
-        come_from_elsewhere,
-        become_a_file,
-    ],
-)
-def test_an_unsound_or_foreign_directory_is_rebuilt(tmp_path, spoil):
-    target = tmp_path / "key"
-    load_or_build(target, build)
-    spoil(target)
-    assert load_or_build(target, build) == ({"rows": 3}, False)
-    assert load_or_build(target, build) == ({"rows": 3}, True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "key"]
-
-
-def test_a_build_that_fails_leaves_nothing(tmp_path):
-    def fail(directory):
-        build(directory)
-        raise ValueError("bad row")
-
-    with pytest.raises(ValueError, match="bad row"):
-        load_or_build(tmp_path / "cache" / "key", fail)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_process_that_finishes_second_keeps_the_first_result(tmp_path):
-    target = tmp_path / "key"
-
-    def overtaken(directory):
-        load_or_build(target, build)
-        (target / "mark").write_text("first")
-        return build(directory)
-
-    assert load_or_build(target, overtaken) == ({"rows": 3}, False)
-    assert (target / "mark").exists()
-
-
-def race(target, start):
-    start.wait()
-    for _ in range(5):
-        load_or_build(target, build)
-
-
-def test_processes_that_build_at_once_agree(tmp_path):
-    context = multiprocessing.get_context("fork")
-    start = context.Barrier(4)
-    target = tmp_path / "key"
-    target.mkdir()  # unsound, so that all of them want to replace it
-    workers = [context.Process(target=race, args=(target, start)) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0] * 4
-    assert load_or_build(target, build) == ({"rows": 3}, True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "key"]
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--data_output_path .*file cannot be written \(.*\)"):
-        load_or_build(tmp_path / "file" / "key", build)
-
-
-def test_the_cache_is_readable_by_whoever_may_read_its_parent(tmp_path):
-    before = os.umask(0o022)
-    try:
-        load_or_build(tmp_path / "key", build)
-    finally:
-        os.umask(before)
-    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o755
-
-
-def digest_of(directory, samples, name="x.arrow"):
-    write_samples(directory / name, samples)
-    return TokenSet.read(directory / name).digest
+def digest_of(directory, samples, name="x.arrow", kind="samples"):
+    write_samples(directory / name, samples, kind)
+    return TokenSet.read(directory / name, kind).digest
 
 
 def test_a_sample_by_its_runs():
@@ -171,15 +49,6 @@ def test_a_sample_by_its_runs():
         sample.input_ids, [11, -100, 13, 14, -100]
     )  # of the first it learns none
     assert list(same.runs) == [2, 2, 1]
-
-
-@pytest.mark.parametrize("count", [0, 1, 9])
-def test_digest_is_that_of_the_content_whatever_the_file(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
-    first = digest_of(tmp_path, make_samples(count))
-    assert digest_of(tmp_path, make_samples(count), "other.arrow") == first
-    assert len(first) == 32
-    assert int(first, 16) >= 0
 
 
 def test_digest_tells_any_other_content_apart(tmp_path, monkeypatch):
@@ -201,3 +70,38 @@ def test_digest_tells_any_other_content_apart(tmp_path, monkeypatch):
     ]
     digests = {digest_of(tmp_path, each) for each in [samples, *others]}
     assert len(digests) == 1 + len(others)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 9])
+def test_pairs_come_back_as_they_were_written(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
+    pairs = [replace(pair, margin=0.25).sample() for pair in ragged_pairs(count)]
+    write_samples(tmp_path / "x.arrow", pairs, "pairs")
+    read = TokenSet.read(tmp_path / "x.arrow", "pairs")
+    assert len(read) == count
+    names = ("prompt_length", "shared_length", "chosen_length", "margin")
+    for number, pair in enumerate(pairs):
+        assert isinstance(read[number], PairSample)
+        assert read[number].input_ids.tolist() == pair.input_ids.tolist()
+        assert isinstance(read[number].prompt_length, int)
+        assert all(map(math.isnan, read[number].reference))
+        assert [getattr(read[number], n) for n in names] == [getattr(pair, n) for n in names]
+    for name in names if count else ():
+        assert read.column(name).tolist() == [getattr(pair, name) for pair in pairs]
+    assert read.lengths.tolist() == [len(pair.input_ids) for pair in pairs]
+
+
+def test_digest_of_pairs_tells_any_other_field_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SAMPLES_PER_BATCH", 4)
+    pairs = [pair.sample() for pair in ragged_pairs(6)]
+    changes = {"input_ids": pairs[5].input_ids + 1, "margin": 9.0}
+    changes |= dict.fromkeys(("prompt_length", "shared_length", "chosen_length"), 9)
+    others = [
+        [*pairs[:index], replace(pairs[index], **{name: value}), *pairs[index + 1 :]]
+        for name, value in changes.items()
+        for index in (0, 5)
+    ]
+    others += [pairs, pairs[::-1]]
+    digests = {digest_of(tmp_path, each, kind="pairs") for each in others}
+    assert len(digests) == 2 * len(changes) + 2
+    assert digest_of(tmp_path, pairs, "same.arrow", kind="pairs") in digests

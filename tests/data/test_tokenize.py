@@ -1,191 +1,266 @@
-from itertools import pairwise
+"""Tokens of records: what is learnt of samples, of pairs and of single answers, by tables."""
+
+import math
+from itertools import pairwise, permutations
 from random import Random
 
 import pytest
 from hand_tokenizers import build_byte_tokenizer, build_metaspace_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dschat_lora.data.chat import Span
+from dschat_lora.data.chat import Chat, Span
 from dschat_lora.data.encoder import call, make_encoder
-from dschat_lora.data.records import TextRecord
+from dschat_lora.data.readers import RawRow
+from dschat_lora.data.records import TextRecord, to_records
+from dschat_lora.data.rows import parse_row
 from dschat_lora.data.tokenize import TokenRule, tokenize
 
 BOS, EOS, IGNORED = 1, 2, -100
+TOKENIZERS = {
+    "": build_byte_tokenizer(),
+    "^": build_byte_tokenizer(bos=True),
+    "$": build_byte_tokenizer(eos=True),
+    "^$": build_byte_tokenizer(bos=True, eos=True),
+    "pads by $": build_byte_tokenizer(pad="</s>"),
+    "bc": build_byte_tokenizer(bos=True, eos=True, merges=[("b", "c")]),
+    "ar": build_byte_tokenizer(merges=[("a", "r")]),
+    "_": build_metaspace_tokenizer(),  # as SentencePiece, a mark for a space
+}
+RECORDS = {
+    "samples": "prompt-completion",
+    "pairs": "preference",
+    "unpaired": "unpaired preference",
+}
 
 
-def make_record(*texts):
-    """Alternating context and answer."""
-    spans = tuple(Span(text, target=index % 2 == 1) for index, text in enumerate(texts))
-    return TextRecord("f.jsonl:3", "prompt-completion", spans)
+def make_record(texts, kind="samples", **more):
+    """Alternating context and answer, with ``|`` between, and the other answer behind ``||``."""
+    texts, _, other = texts.partition("||")
+    spans = tuple(Span(text, target=n % 2 == 1) for n, text in enumerate(texts.split("|")))
+    other = {"pairs": {"rejected": other}, "unpaired": {"mismatched": other}}.get(kind, {})
+    return TextRecord("f.jsonl:3", RECORDS[kind], spans, **other, **more)
 
 
-def run(
-    record,
-    tokenizer,
-    *,
-    max_seq_len=100,
-    overlong="drop",
-    train_on_prompt=False,
-    eos_id=EOS,
-    eos_after_prompt=False,
-):
-    rule = TokenRule(
-        eos_id, max_seq_len, overlong, train_on_prompt, eos_after_prompt=eos_after_prompt
-    )
+def run(record, tokenizer, kind="samples", **options):
+    rule = {"eos_id": EOS, "max_seq_len": 100, "overlong": "drop", "train_on_prompt": False}
+    rule = TokenRule(**rule | options, kind=kind)
     (result,) = tokenize([record], make_encoder(tokenizer), rule)
     return result
 
 
-def ids_and_labels(*args, **options):
-    sample = run(*args, **options).sample
-    return sample.input_ids.tolist(), sample.labels.tolist()
+def read(tokenizer, text):
+    """Tokens of letters, ``^`` and ``$``, and labels: those in brackets, else none."""
+    ids, labels, learnt = [], [], False
+    for letter in text:
+        if letter in "[]":
+            learnt = letter == "["
+            continue
+        name = {"^": "<s>", "$": "</s>", "_": "\u2581"}.get(letter, letter)
+        ids.append(tokenizer.convert_tokens_to_ids(name))
+        labels.append(ids[-1] if learnt else IGNORED)
+    return ids, labels
 
 
-def letters(tokenizer, text):
-    return tokenizer.convert_tokens_to_ids(list(text))
+def facts_of(result):
+    names = ("truncated", "doubled_bos", "identical")
+    return " ".join(name for name in names if getattr(result, name))
 
 
-@pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("eos", [False, True])
-def test_a_sequence_is_prompt_completion_and_one_end_whatever_the_tokenizer_adds(bos, eos):
-    tokenizer = build_byte_tokenizer(bos=bos, eos=eos)
-    front = [BOS] if bos else []
-    prompt, completion = letters(tokenizer, "ab"), letters(tokenizer, "cd")
-    ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer)
-    assert ids == front + prompt + completion + [EOS]
-    assert labels == [IGNORED] * len(front + prompt) + completion + [EOS]
+FRONTS = {"": "", "^": "^", "$": "", "^$": "^"}  # what tokenizers add before a text
+TRUNCATE = {"overlong": "truncate"}
 
 
-@pytest.mark.parametrize("train_on_prompt", [False, True])
-def test_an_end_after_the_prompt_stands_once_and_bears_no_loss_of_its_own(train_on_prompt):
+@pytest.mark.parametrize(
+    ("name", "texts", "options", "expected", "facts"),
+    [
+        # Prompt, completion and one end, whatever the tokenizer adds or the answer brings.
+        *((name, "ab|cd", {}, f"{front}ab[cd$]", "") for name, front in FRONTS.items()),
+        ("", "ab|c</s>", {}, "ab[c$]", ""),
+        ("pads by $", "ab|c", {}, "ab[c$]", ""),
+        # microsoft/LoRA's two masks: of the text alone (clm), or of all but the first token (jlm)
+        ("", "ab|cd", {"eos_after_prompt": True}, "ab$[cd$]", ""),
+        ("", "ab|cd", {"eos_after_prompt": True, "train_on_prompt": True}, "a[b$cd$]", ""),
+        ("", "ab|c", {"train_on_prompt": True}, "a[bc$]", ""),
+        # What would merge with the prompt is tokenised alone, and gets no false space.
+        ("bc", "ab|cd", {}, "^ab[cd$]", ""),
+        ("_", "ab|cd", {}, "_ab[cd$]", ""),
+        ("_", "ab| cd", {}, "_ab[_cd$]", ""),
+        # A beginning in the text is not doubled, but counted.
+        ("^", "<s>ab|c", {}, "^ab[c$]", "doubled_bos"),
+        ("", "<s>ab|c", {}, "^ab[c$]", ""),
+        # Every answer of a conversation is learnt; a turn that would merge is tokenised alone.
+        ("^", "q|a</s>|r|b</s>", {}, "^q[a$]r[b$]", ""),
+        ("ar", "q|a|rs|b", {}, "q[a]rs[b$]", ""),
+        # What is too long is dropped, or cut and then has no end.
+        ("", "ab|cd", {"max_seq_len": 5}, "ab[cd$]", ""),
+        ("", "ab|cd", {"max_seq_len": 4}, None, ""),
+        ("", "ab|cd", {"max_seq_len": 4, "overlong": "split"}, None, ""),
+        ("", "ab|cd", {"max_seq_len": 4} | TRUNCATE, "ab[cd]", "truncated"),
+        ("", "ab|cd", {"max_seq_len": 3} | TRUNCATE, "ab[c]", "truncated"),
+        ("", "ab|cd", {"max_seq_len": 2} | TRUNCATE, None, ""),
+    ],
+)  # fmt: skip
+def test_samples(name, texts, options, expected, facts):
+    tokenizer = TOKENIZERS[name]
+    result = run(make_record(texts), tokenizer, **options)
+    assert facts_of(result) == facts
+    if options.get("max_seq_len"):
+        assert result.length == 5
+    if expected is None:
+        assert result.sample is None
+        return
+    ids, labels = read(tokenizer, expected)
+    assert (result.sample.input_ids.tolist(), result.sample.labels.tolist()) == (ids, labels)
+    if "|" in texts and not options and "<s>" not in texts and texts.count("|") == 1:
+        (prompt,) = make_encoder(tokenizer).encode([texts.partition("|")[0]])
+        assert prompt == [i for i, label in zip(ids, labels, strict=True) if label == IGNORED]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "options", "chosen", "rejected", "facts"),
+    [
+        *(
+            (name, "ab|cd||efg", {}, f"{front}ab[cd$]", f"{front}ab[efg$]", "")
+            for name, front in FRONTS.items()
+        ),
+        *(
+            ("bc", f"ab|{one}||{other}", {}, f"^ab[{one}$]", f"^ab[{other}$]", "")
+            for one, other in permutations(("cd", "cx", "x"), 2)
+        ),
+        ("_", "ab|cd|| ef", {}, "_ab[cd$]", "_ab[_ef$]", ""),
+        ("", "ab|c</s>||d", {}, "ab[c$]", "ab[d$]", ""),
+        ("", "ab|c||d</s>", {}, "ab[c$]", "ab[d$]", ""),
+        ("^", "q|a</s>|r|b||x", {}, "^qa$r[b$]", "^qa$r[x$]", ""),
+        ("^", "<s>ab|c||d", {}, "^ab[c$]", "^ab[d$]", "doubled_bos"),
+        # One answer goes on from the other.
+        ("", "ab|c</s>||c</s>d", {}, "ab[c$]", "ab[c$d$]", ""),
+        ("", "ab|c</s>d||c</s>", {}, "ab[c$d$]", "ab[c$]", ""),
+        # Either may be too long.
+        ("", "ab|cd||e", {"max_seq_len": 5}, "ab[cd$]", "ab[e$]", ""),
+        ("", "ab|e||cd", {"max_seq_len": 5}, "ab[e$]", "ab[cd$]", ""),
+        ("", "ab|cd||e", {"max_seq_len": 4}, None, None, ""),
+        ("", "ab|e||cd", {"max_seq_len": 4}, None, None, ""),
+        ("", "ab|cdef||x", {"max_seq_len": 4} | TRUNCATE, "ab[cd]", "ab[x$]", "truncated"),
+        ("", "ab|c||cdef", {"max_seq_len": 4} | TRUNCATE, "ab[c$]", "ab[cd]", "truncated"),
+        ("", "ab|cdx||cdy", {"max_seq_len": 5} | TRUNCATE, "ab[cdx]", "ab[cdy]", "truncated"),
+        # Nothing tells them apart, once they are cut.
+        ("", "ab|c||c", TRUNCATE, None, None, "identical"),
+        ("", "ab|cdx||cdy", {"max_seq_len": 4} | TRUNCATE, None, None, "identical"),
+        ("", "ab|c||d", {"max_seq_len": 2} | TRUNCATE, None, None, "identical"),
+        ("", "ab|c||d", {"max_seq_len": 1} | TRUNCATE, None, None, "identical"),
+    ],
+)  # fmt: skip
+def test_pairs(name, texts, options, chosen, rejected, facts):
+    tokenizer = TOKENIZERS[name]
+    result = run(make_record(texts, "pairs"), tokenizer, "pairs", **options)
+    assert facts_of(result) == facts
+    if chosen is None:
+        assert result.sample is None
+        return
+    pair = result.sample
+    for side, expected in ((pair.chosen, chosen), (pair.rejected, rejected)):
+        ids, _ = read(tokenizer, expected)
+        assert side.tolist() == ids
+        assert pair.prompt.tolist() == read(tokenizer, expected.partition("[")[0])[0]
+    assert pair.ends_in(EOS) == (chosen[-2] == rejected[-2] == "$")
+    if not options and texts.count("|") == 3:
+        prompt, own, _, other = texts.split("|")
+        for side, answer in ((pair.chosen, own), (pair.rejected, other)):
+            training = run(make_record(f"{prompt}|{answer}"), tokenizer)
+            assert side.tolist() == training.sample.input_ids.tolist()
+
+
+def test_a_pair_is_kept_as_a_tree_whose_beginning_may_go_on_into_the_answers():
     tokenizer = build_byte_tokenizer()
-    prompt, completion = letters(tokenizer, "ab"), letters(tokenizer, "cd")
-    options = {"eos_after_prompt": True, "train_on_prompt": train_on_prompt}
-    ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer, **options)
-    assert ids == [*prompt, EOS, *completion, EOS]
-    # microsoft/LoRA's two masks: of the text alone (clm), or of all but the first token (jlm)
-    supervised = 5 if train_on_prompt else 3
-    assert labels == [IGNORED] * (6 - supervised) + ids[6 - supervised :]
+    pair = run(make_record("ab|cde||cdfg", "pairs", margin=1.5), tokenizer, "pairs").sample
+    assert pair.input_ids.tolist() == read(tokenizer, "abcde$fg$")[0]
+    assert (pair.prompt_length, pair.shared_length, pair.chosen_length) == (2, 4, 2)
+    assert pair.num_supervised == 2 + 2 + 3  # c d, e and its end, f g and its end
+    assert not pair.ends_in(0)
+    assert pair.margin == 1.5
+    plain = run(make_record("a|b||c", "pairs"), tokenizer, "pairs").sample
+    assert plain.margin == 0.0
+    assert all(map(math.isnan, plain.reference))
 
 
-def test_a_completion_that_would_merge_with_the_prompt_is_tokenised_alone():
-    tokenizer = build_byte_tokenizer(bos=True, merges=[("b", "c")])
-    assert tokenizer("abc").input_ids == [BOS, *letters(tokenizer, ["a", "bc"])]
-    ids, _ = ids_and_labels(make_record("ab", "cd"), tokenizer)
-    assert ids == [BOS, *letters(tokenizer, "abcd"), EOS]
+@pytest.mark.parametrize(
+    ("texts", "options", "own", "mismatched", "facts"),
+    [
+        ("ab|cd||efg", {}, "ab[cd$]", "abefg$", ""),
+        # A mismatched answer is cut, and makes no row too long.
+        ("ab|c||defghij", {"max_seq_len": 5}, "ab[c$]", "abdef", ""),
+        ("ab|cdefgh||x", {"max_seq_len": 5}, None, None, ""),
+        ("abcdefg|c||x", {"max_seq_len": 5}, None, None, ""),
+        ("ab|cdefgh||x", {"max_seq_len": 5} | TRUNCATE, "ab[cde]", "abx$", "truncated"),
+        ("abcdefg|c||x", {"max_seq_len": 5} | TRUNCATE, None, None, ""),
+    ],
+)
+@pytest.mark.parametrize("label", [True, False])
+def test_single_answers(texts, options, own, mismatched, facts, label):
+    tokenizer = TOKENIZERS[""]
+    result = run(make_record(texts, "unpaired", label=label), tokenizer, "unpaired", **options)
+    assert facts_of(result) == facts
+    if own is None:
+        assert result.sample is None
+        return
+    sample, (ids, labels) = result.sample, read(tokenizer, own)
+    assert sample.input_ids.tolist() == ids
+    assert sample.mismatched.tolist() == read(tokenizer, mismatched)[0]
+    assert sample.prompt_length == labels.count(IGNORED)
+    assert (sample.label, sample.ends_in(EOS)) == (int(label), own[-2] == "$")
+    assert sample.num_supervised == len(ids) - sample.prompt_length
 
 
-def test_sentencepiece_adds_no_false_space_before_the_completion():
-    tokenizer = build_metaspace_tokenizer()
-    ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer)
-    assert ids == [*letters(tokenizer, "\u2581abcd"), EOS]
-    assert labels[3:] == [*letters(tokenizer, "cd"), EOS]
-    ids, _ = ids_and_labels(make_record("ab", " cd"), tokenizer)
-    assert ids == [*letters(tokenizer, "\u2581ab\u2581cd"), EOS]
-
-
-def test_a_beginning_in_the_text_is_not_doubled_but_counted():
-    tokenizer = build_byte_tokenizer(bos=True)
-    plain = run(make_record("ab", "c"), tokenizer)
-    doubled = run(make_record("<s>ab", "c"), tokenizer)
-    assert doubled.sample.input_ids.tolist() == plain.sample.input_ids.tolist()
-    assert (plain.doubled_bos, doubled.doubled_bos) == (False, True)
-    without = build_byte_tokenizer(bos=False)
-    assert run(make_record("<s>ab", "c"), without).sample.input_ids[:2].tolist() != [BOS, BOS]
-    assert not run(make_record("<s>ab", "c"), without).doubled_bos
-
-
-def test_an_end_that_the_answer_brings_is_not_doubled():
-    tokenizer = build_byte_tokenizer()
-    assert ids_and_labels(make_record("ab", "c</s>"), tokenizer) == ids_and_labels(
-        make_record("ab", "c"), tokenizer
-    )
-
-
-def test_the_end_is_supervised_when_it_is_also_the_padding_token():
-    tokenizer = build_byte_tokenizer(pad="</s>")
-    assert tokenizer.pad_token_id == EOS
-    _, labels = ids_and_labels(make_record("ab", "c"), tokenizer)
-    assert labels[-1] == EOS
-
-
-def test_the_end_may_be_another_token_than_the_tokenizers_own():
-    ids, labels = ids_and_labels(make_record("ab", "c"), build_byte_tokenizer(), eos_id=0)
-    assert (ids[-1], labels[-1]) == (0, 0)
-
-
-def test_every_answer_of_a_conversation_is_supervised_and_nothing_else():
-    tokenizer = build_byte_tokenizer(bos=True)
-    ids, labels = ids_and_labels(make_record("q", "a</s>", "r", "b</s>"), tokenizer)
-    q, a, r, b = letters(tokenizer, "qarb")
-    assert ids == [BOS, q, a, EOS, r, b, EOS]
-    assert labels == [IGNORED, IGNORED, a, EOS, IGNORED, b, EOS]
-
-
-def test_a_later_turn_that_would_merge_is_tokenised_alone_and_the_next_goes_on():
-    tokenizer = build_byte_tokenizer(merges=[("a", "r")])
-    ids, labels = ids_and_labels(make_record("q", "a", "rs", "b"), tokenizer)
-    q, a, r, s, b = letters(tokenizer, "qarsb")
-    assert ids == [q, a, r, s, b, EOS]
-    assert labels == [IGNORED, a, IGNORED, IGNORED, b, EOS]
-
-
-def test_text_rows_and_train_on_prompt_supervise_all_but_the_first_token():
-    tokenizer = build_byte_tokenizer()
-    a, b, c = letters(tokenizer, "abc")
-    text = TextRecord("f:1", "text", (Span("abc", target=True),))
-    assert ids_and_labels(text, tokenizer)[1] == [IGNORED, b, c, EOS]
-    both = ids_and_labels(make_record("ab", "c"), tokenizer, train_on_prompt=True)
-    assert both == ([a, b, c, EOS], [IGNORED, b, c, EOS])
-
-
-@pytest.mark.parametrize(("size", "dropped"), [(5, False), (4, True)])
-def test_drop_leaves_out_what_is_longer_than_the_limit_and_nothing_else(size, dropped):
-    result = run(make_record("ab", "cd"), build_byte_tokenizer(), max_seq_len=size)
-    assert (result.sample is None, result.length, result.truncated) == (dropped, 5, False)
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_a_truncated_completion_gets_no_end(size):
-    tokenizer = build_byte_tokenizer()
-    options = {"max_seq_len": size, "overlong": "truncate"}
-    ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer, **options)
-    assert ids == letters(tokenizer, "abcd")[:size]
-    assert EOS not in ids + labels
-    assert run(make_record("ab", "cd"), tokenizer, **options).truncated
-
-
-def test_a_truncated_row_without_a_target_left_is_dropped():
-    result = run(
-        make_record("ab", "cd"), build_byte_tokenizer(), max_seq_len=2, overlong="truncate"
-    )
-    assert result.sample is None
-    assert not result.truncated
-
-
-def test_an_overlong_row_is_an_error_if_asked_for():
+@pytest.mark.parametrize(
+    ("texts", "kind"),
+    [("ab|cd", "samples"), ("ab|cd||e", "pairs"), ("ab|e||cd", "pairs"), ("ab|cd||x", "unpaired")],
+)
+def test_an_overlong_row_is_an_error_if_asked_for(texts, kind):
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
-        run(make_record("ab", "cd"), build_byte_tokenizer(), max_seq_len=4, overlong="error")
+        run(make_record(texts, kind), TOKENIZERS[""], kind, max_seq_len=4, overlong="error")
     assert str(error.value) == (
         "f.jsonl:3: 5 tokens are more than --max_seq_len 4; raise it, or choose "
         "--overlong split, drop or truncate"
     )
 
 
+def test_the_end_may_be_another_token_than_the_tokenizers_own():
+    sample = run(make_record("ab|c"), TOKENIZERS[""], eos_id=0).sample
+    assert (sample.input_ids[-1], sample.labels[-1]) == (0, 0)
+    pair = run(make_record("a|c||d", "pairs"), TOKENIZERS[""], "pairs", eos_id=0).sample
+    assert (pair.chosen[-1], pair.rejected[-1]) == (0, 0)
+    assert EOS not in pair.input_ids
+
+
+def test_messages_whose_format_ends_itself_have_one_end_and_the_prompt_of_training():
+    tokenizer = TOKENIZERS["^"]
+    chat = Chat(tokenizer, "</s>")
+    user, *answers = (
+        {"role": role, "content": content}
+        for role, content in (("user", "q"), ("assistant", "a"), ("assistant", "bc"))
+    )
+    row = {"chosen": [user, answers[0]], "rejected": [user, answers[1]]}
+    (record,) = to_records(parse_row(RawRow("f:7", row)), chat)
+    pair = run(record, tokenizer, "pairs").sample
+    for sequence, answer in zip((pair.chosen, pair.rejected), answers, strict=True):
+        (training,) = to_records(parse_row(RawRow("f:7", {"messages": [user, answer]})), chat)
+        own = run(training, tokenizer).sample
+        assert sequence.tolist() == own.input_ids.tolist()
+        assert pair.prompt.tolist() == own.prompt.tolist()
+        assert sequence.tolist().count(EOS) == 1
+
+
+def text_record(text):
+    return TextRecord("f.txt:1", "text", (Span(text, target=True),))
+
+
 def test_records_of_different_shape_keep_their_own_tokens():
-    tokenizer = build_byte_tokenizer()
-    records = [make_record("a", "b"), TextRecord("", "text", (Span("c", target=True),))]
-    records += [make_record("d", "e", "f", "g")]
+    tokenizer = TOKENIZERS[""]
+    records = [make_record("a|b"), text_record("ch"), make_record("d|e|f|g")]
     results = tokenize(records, make_encoder(tokenizer), TokenRule(EOS, 9, "drop", False))
-    got = [result.sample.input_ids.tolist() for result in results]
-    assert got == [[*letters(tokenizer, text), EOS] for text in ("ab", "c", "defg")]
-
-
-def test_rollouts_see_the_prompt_tokens_of_training():
-    tokenizer = build_byte_tokenizer(bos=True, eos=True)
-    (prompt,) = make_encoder(tokenizer).encode(["ab"])
-    ids, labels = ids_and_labels(make_record("ab", "cd"), tokenizer)
-    assert prompt == [i for i, label in zip(ids, labels, strict=True) if label == IGNORED]
+    for result, expected in zip(results, ("a[b$]", "c[h$]", "d[e]f[g$]"), strict=True):
+        sample = result.sample
+        assert (sample.input_ids.tolist(), sample.labels.tolist()) == read(tokenizer, expected)
 
 
 def test_what_a_tokenizer_adds_is_found_without_latin_letters():
@@ -247,7 +322,7 @@ def test_a_long_text_is_cut_into_pieces_that_teach_each_token_once(size):
     tokenizer, texts = build_byte_tokenizer(), Random(size)
     for _ in range(30):
         text = "".join(texts.choices("abcdefgh ", k=texts.randint(1, 40)))
-        record = TextRecord("f.txt:1", "text", (Span(text, target=True),))
+        record = text_record(text)
         whole = run(record, tokenizer).sample.input_ids.tolist()
         samples = run(record, tokenizer, max_seq_len=size, overlong="split").samples
         assert all(2 <= len(sample.input_ids) <= size for sample in samples)
@@ -258,8 +333,3 @@ def test_a_long_text_is_cut_into_pieces_that_teach_each_token_once(size):
             if label != IGNORED
         ]
         assert learnt == [list(pair) for pair in pairwise(whole)], "each after the one before it"
-
-
-def test_what_is_no_plain_text_is_not_cut_into_pieces():
-    result = run(make_record("ab", "cdef"), build_byte_tokenizer(), max_seq_len=4, overlong="split")
-    assert (result.samples, result.length) == ((), 7)

@@ -10,13 +10,11 @@ from hand_tokenizers import build_byte_tokenizer
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.chat import Chat, Span
-from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.prepare import preview
 from dschat_lora.data.readers import RawRow, RowError
 from dschat_lora.data.records import TextRecord, answers_of, to_records
 from dschat_lora.data.rows import parse_row, require_usable
 from dschat_lora.data.token_files import mismatched
-from dschat_lora.data.tokenize import TokenRule, tokenize
 
 EOS = 2
 
@@ -128,53 +126,6 @@ def test_repeats_are_of_every_answer_of_a_row(run):
     assert {(own[0], other[1]) for own, other, _ in train} <= {
         (mine, theirs) for mine in "pqr" for theirs in {"p": "bcd", "q": "ad", "r": "abc"}[mine]
     }
-
-
-# ---------------------------------------------------------------------------- samples
-
-
-def sample_of(prompt, text, mismatched, *, max_seq_len=100, overlong="drop", label=True):
-    tokenizer = build_byte_tokenizer()
-    spans = (Span(prompt, target=False), Span(text, target=True))
-    record = TextRecord("f:7", "unpaired preference", spans, label=label, mismatched=mismatched)
-    rule = TokenRule(EOS, max_seq_len, overlong, train_on_prompt=False, kind="unpaired")
-    (result,) = tokenize([record], make_encoder(tokenizer), rule)
-    return result
-
-
-def letters(text):
-    return make_encoder(build_byte_tokenizer()).encode([text])[0]
-
-
-@pytest.mark.parametrize("label", [True, False])
-def test_both_answers_follow_the_prompt_and_end(label):
-    sample = sample_of("ab", "cd", "efg", label=label).sample
-    assert sample.prompt.tolist() == letters("ab")
-    assert sample.input_ids.tolist() == [*letters("abcd"), EOS]
-    assert sample.mismatched.tolist() == [*letters("abefg"), EOS]
-    assert (sample.label, sample.num_supervised, sample.ends_in(EOS)) == (int(label), 3, True)
-
-
-def test_a_mismatched_answer_is_cut_and_makes_no_row_too_long():
-    result = sample_of("ab", "c", "defghij", max_seq_len=5)
-    assert (result.length, result.truncated) == (4, False)
-    assert result.sample.input_ids.tolist() == [*letters("abc"), EOS]
-    assert result.sample.mismatched.tolist() == letters("abdef")
-
-
-@pytest.mark.parametrize("text", ["cdefgh", "c"])
-def test_too_long_answers_are_dropped_or_cut_as_in_supervised_training(text):
-    prompt = "ab" if len(text) > 1 else "abcdefg"
-    assert sample_of(prompt, text, "x", max_seq_len=5).sample is None
-    cut = sample_of(prompt, text, "x", max_seq_len=5, overlong="truncate")
-    if text == "c":  # nothing is left of the answer
-        assert cut.sample is None
-    else:
-        assert cut.truncated
-        assert cut.sample.input_ids.tolist() == letters("abcde")
-        assert not cut.sample.ends_in(EOS)
-    with pytest.raises(ValueError, match=r"f:7: \d tokens are more than --max_seq_len 5"):
-        sample_of(prompt, text, "x", max_seq_len=5, overlong="error")
 
 
 def test_what_is_shown_before_a_run_is_each_answer_with_its_own_tokens_in_brackets(tmp_path):

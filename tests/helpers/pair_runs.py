@@ -12,7 +12,8 @@ from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import DpoConfig, DpoStageConfig, RewardConfig
 from dschat_lora.data.batch import PairCollator
-from dschat_lora.data.loader import StepLoader, eval_batches, make_rows
+from dschat_lora.data.loader import StepLoader, eval_batches
+from dschat_lora.data.packing import make_rows
 from dschat_lora.data.samples import PairSample, TokenSet, UnpairedSample, write_samples
 from dschat_lora.engine.build import DTYPES, TrainEngine
 from dschat_lora.engine.distributed import rank, world_size

@@ -14,7 +14,8 @@ import torch
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig, RunConfig
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.loader import SampleSources, StepLoader, eval_batches, make_rows
+from dschat_lora.data.loader import SampleSources, StepLoader, eval_batches
+from dschat_lora.data.packing import make_rows
 from dschat_lora.engine.build import DTYPES, EngineSettings, TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, rank, world_size
 from dschat_lora.engine.state import EngineState

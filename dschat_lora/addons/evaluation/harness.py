@@ -45,13 +45,13 @@ def measure_tasks(config: EvalConfig) -> dict[str, float]:
     """
     tasks = find_tasks(config.tasks)
     model = HarnessModel(load_policy(config.model), batch_size=config.per_device_eval_batch_size)
-    found = tasks.measure(
+    measures = tasks.measure(
         model,
         num_fewshot=config.num_fewshot,
         limit=config.limit or None,
         apply_chat_template=config.apply_chat_template,
     )
-    return {f"{task} {measure}": value for (task, measure), value in found.items()}
+    return {f"{task} {measure}": value for (task, measure), value in measures.items()}
 
 
 def task_measures(
@@ -80,11 +80,11 @@ def task_measures(
     def measure() -> dict[str, float]:
         engine.eval()
         with redirect_stderr(StringIO()):  # its bars of progress
-            found = tasks.measure(model, limit=limit)
+            values = tasks.measure(model, limit=limit)
         # A report knows errors by this name.
         return {
             f"task/{task}/{name.replace('_stderr', '_standard_error')}": value
-            for (task, name), value in found.items()
+            for (task, name), value in values.items()
         }
 
     return measure
@@ -98,12 +98,12 @@ class Tasks:
     manager: TaskManager
 
     def measure(
-        self, model: "HarnessModel", *, limit: int | None, **options: Any
+        self, model: "HarnessModel", *, limit: int | None, **options: object
     ) -> dict[tuple[str, str], float]:
         """The value of each (task, measure), of ``limit`` questions a task; on every rank."""
         # Outside of a repository git complains on the terminal.
         evaluator.get_git_commit_hash = str
-        found = evaluator.simple_evaluate(
+        evaluated = evaluator.simple_evaluate(
             model,
             tasks=self.names,
             task_manager=self.manager,
@@ -112,7 +112,9 @@ class Tasks:
             **options,
         )
         # The first process of each host alone is given them.
-        results = broadcast_string(json.dumps(found["results"], default=str) if rank() == 0 else "")
+        results = broadcast_string(
+            json.dumps(evaluated["results"], default=str) if rank() == 0 else ""
+        )
         return {
             (task, name.removesuffix(",none").replace(",", " ")): float(value)
             for task, measures in json.loads(results).items()
@@ -181,7 +183,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **unused: Any
+        self, string: str, add_special_tokens: bool | None = None, **unused: object
     ) -> list[int]:
         """Tokens of a text, with the tokenizer's own beginning unless the text has it."""
         if add_special_tokens is None:
@@ -203,7 +205,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return text
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], **unused: Any
+        self, requests: Sequence[Request], **unused: object
     ) -> list[tuple[float, bool]]:
         return self._shared(requests, self._own_loglikelihoods)
 
@@ -215,8 +217,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             return answer(items)
         padded = [*items, *list(items[:1]) * (-len(items) % world_size())]
         parts = gather_texts(json.dumps(answer(padded[rank() :: world_size()])))
-        found = zip(*map(json.loads, parts), strict=True)
-        return list(chain.from_iterable(found))[: len(items)]
+        in_turn = zip(*map(json.loads, parts), strict=True)
+        return list(chain.from_iterable(in_turn))[: len(items)]
 
     def _own_loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         samples = []
@@ -225,17 +227,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ids = [*context, *continuation][-(self._positions + 1) :]
             before = max(1, len(ids) - len(continuation))
             samples.append(SequenceSample(np.array(ids, np.int32), (before, len(ids) - before)))
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(samples)
+        scores_of: list[tuple[float, bool]] = [(0.0, False)] * len(samples)
         order = sorted(range(len(samples)), key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._size):
             chunk = order[first : first + self._size]
             self._check()
             scores = self._meter.scores([samples[i] for i in chunk], positions=self._positions)
             for i, score in zip(chunk, scores, strict=True):
-                found[i] = score
-        return found
+                scores_of[i] = score
+        return scores_of
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], **unused: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], **unused: object) -> list[float]:
         """Log-probability of each whole text, in windows of the model's positions."""
         windows: list[Request] = []
         owners: list[int] = []
@@ -254,13 +256,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             sums[owner] += logprob
         return sums
 
-    def generate_until(self, requests: Sequence[Any], **unused: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], **unused: object) -> list[str]:
         """Answers up to the texts at which they are to end.
 
         Raises:
             ValueError: at an option of a task that this package does not draw by.
         """
-        found = [""] * len(requests)
+        answers = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
@@ -276,8 +278,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             asked = [(n, self.tok_encode(requests[n].args[0])[-room:]) for n in numbers]
             texts = self._shared(asked, partial(self._answers, sampling))
             for n, text in zip(numbers, texts, strict=True):
-                found[n] = cut_at(text, until, None)
-        return found
+                answers[n] = cut_at(text, until, None)
+        return answers
 
     def _answers(self, sampling: Sampling, asked: Sequence[tuple[int, list[int]]]) -> list[str]:
         """Answers to prompts, each drawn by the number that stands with it."""

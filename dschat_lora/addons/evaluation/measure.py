@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from statistics import fmean, stdev
 from typing import TypeVar
@@ -71,13 +72,13 @@ def evaluate_model(config: EvalConfig, *, scores: bool) -> dict[str, float]:
     return score_rows(config) if scores else measure_policy(config)
 
 
-def show_measures(found: Mapping[str, float], *, as_json: bool) -> None:
+def show_measures(measures: Mapping[str, float], *, as_json: bool) -> None:
     """Print the measures."""
     if as_json:
-        log_once(to_json(jsonable(found)))
+        log_once(to_json(jsonable(measures)))
         return
     # Names of tasks have a space and stay as they are.
-    named = {n if " " in n else n.replace("_", " "): value for n, value in found.items()}
+    named = {n if " " in n else n.replace("_", " "): value for n, value in measures.items()}
     width = max([22, *map(len, named)])
     for name, value in named.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
@@ -101,10 +102,10 @@ def score_rows(config: EvalConfig) -> dict[str, float]:
                 pairs.rejected.append(known[1])
             elif len(scores) == 1:
                 single += known
-    found: dict[str, float] = {"rows": count, "too_long": too_long}
+    measures: dict[str, float] = {"rows": count, "too_long": too_long}
     if single:
-        found |= {"answers": len(single), "score": fmean(single)}
-    return found | pairs.summary("score")
+        measures |= {"answers": len(single), "score": fmean(single)}
+    return measures | pairs.summary("score")
 
 
 def measure_policy(config: EvalConfig) -> dict[str, float]:
@@ -130,24 +131,15 @@ def measure_answers(config: EvalConfig, policy: LoadedPolicy) -> dict[str, float
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     limit = min(each for each in (policy.positions, config.max_seq_len, 2**31) if each)
     meter, pairs = LossMeter(policy.model, policy.tokenizer), Pairs()
+    size = config.per_device_eval_batch_size
+    losses_of = partial(sample_losses, policy=policy, meter=meter, limit=limit, batch_size=size)
     loss, tokens, rows, too_long = 0.0, 0, 0, 0
     read = read_rows(config, kind="samples", limit=config.limit, media=policy.media)
     for chunk in chunks(last_record(row, chat, "samples") for _, row in read):
-        firsts = sample_losses(chunk, policy, meter, limit, config.per_device_eval_batch_size)
+        firsts = losses_of(chunk)
         paired = [i for i, record in enumerate(chunk) if record.rejected is not None]
-        seconds = dict(
-            zip(
-                paired,
-                sample_losses(
-                    [answers_of(chunk[i])[1] for i in paired],
-                    policy,
-                    meter,
-                    limit,
-                    config.per_device_eval_batch_size,
-                ),
-                strict=True,
-            )
-        )
+        others = losses_of([answers_of(chunk[i])[1] for i in paired])
+        seconds = dict(zip(paired, others, strict=True))
         for i, first in enumerate(firsts):
             second = seconds.get(i)
             rows, too_long = rows + 1, too_long + (first is None)
@@ -159,13 +151,14 @@ def measure_answers(config: EvalConfig, policy: LoadedPolicy) -> dict[str, float
     if not tokens:
         data = " ".join(config.data_path)
         raise ValueError(f"--data_path {data} has no row with an answer within {limit} tokens")
-    found: dict[str, float] = {"rows": rows, "too_long": too_long, "tokens": tokens}
-    found |= {"loss": loss / tokens, **describe_perplexity(loss / tokens, {})}
-    return found | pairs.summary("logprob")
+    measures: dict[str, float] = {"rows": rows, "too_long": too_long, "tokens": tokens}
+    measures |= {"loss": loss / tokens, **describe_perplexity(loss / tokens, {})}
+    return measures | pairs.summary("logprob")
 
 
 def sample_losses(
     records: Sequence[TextRecord],
+    *,
     policy: LoadedPolicy,
     meter: LossMeter,
     limit: int,
@@ -179,14 +172,14 @@ def sample_losses(
     rule = TokenRule(int(policy.tokenizer.eos_token_id), limit, "drop", False)
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
     samples = {i: t.sample for i, t in enumerate(tokenized) if isinstance(t.sample, SequenceSample)}
-    found: list[tuple[float, int] | None] = [None] * len(records)
+    losses: list[tuple[float, int] | None] = [None] * len(records)
     order = sorted(samples, key=lambda i: len(samples[i].input_ids))
     for first in range(0, len(order), batch_size):
         chunk = order[first : first + batch_size]
         for i, loss in zip(chunk, meter.losses([samples[i] for i in chunk]), strict=True):
-            found[i] = loss
-    check_measured(records, [each and each[0] for each in found], "the loss")
-    return found
+            losses[i] = loss
+    check_measured(records, [each and each[0] for each in losses], "the loss")
+    return losses
 
 
 def own_scores(config: EvalConfig, policy: LoadedPolicy, judge: Judge | None) -> dict[str, float]:
@@ -216,18 +209,18 @@ def own_scores(config: EvalConfig, policy: LoadedPolicy, judge: Judge | None) ->
         ended += [own[0].ended for own in answers]
     if not rewards and not judged:
         return {}
-    found = {"answers": len(rewards or judged), **mean_and_error("reward", rewards)}
-    return found | mean_and_error("judge", judged) | {"eos_rate": fmean(ended)}
+    measures = {"answers": len(rewards or judged), **mean_and_error("reward", rewards)}
+    return measures | mean_and_error("judge", judged) | {"eos_rate": fmean(ended)}
 
 
 def mean_and_error(name: str, scores: Sequence[float]) -> dict[str, float]:
     """The mean and, of two or more, its standard error: the sample deviation over sqrt(n)."""
     if not scores:
         return {}
-    found = {name: fmean(scores)}
+    measures = {name: fmean(scores)}
     if len(scores) > 1:
-        found[f"{name}_standard_error"] = stdev(scores) / math.sqrt(len(scores))
-    return found
+        measures[f"{name}_standard_error"] = stdev(scores) / math.sqrt(len(scores))
+    return measures
 
 
 def chunks(items: Iterator[T], size: int = ROWS_AT_A_TIME) -> Iterator[list[T]]:

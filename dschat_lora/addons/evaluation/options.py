@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from dschat_lora.config.groups import require_numbers
 from dschat_lora.config.options import option
@@ -12,6 +12,9 @@ from dschat_lora.config.options import option
 if TYPE_CHECKING:
     from dschat_lora.config.stages import SupervisedConfig
     from dschat_lora.config.verbs import GenerateConfig
+    from dschat_lora.engine.build import TrainEngine
+    from dschat_lora.models.backbone import BackboneModel
+    from dschat_lora.supervised.setup import SupervisedSetup
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class TaskOptions:
 
             find_tasks(self.eval_tasks, option="--eval_tasks")
 
-    def measures(self, setup: Any, engine: Any) -> Callable[[], dict[str, float]] | None:
+    def measures(
+        self, setup: SupervisedSetup, engine: TrainEngine[BackboneModel]
+    ) -> Callable[[], dict[str, float]] | None:
         """What measures the tasks at an evaluation; None where there are none."""
         if not self.eval_tasks:
             return None

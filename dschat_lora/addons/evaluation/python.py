@@ -17,7 +17,7 @@ _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
 
 
 @with_options(EvalConfig, *_NAMED, "json")
-def evaluate(model: Model | None, data: Data | None, **options: Any) -> dict[str, float]:
+def evaluate(model: Model | None, data: Data | None, **options: object) -> dict[str, float]:
     """Perplexity, preferences or rewards of a model on rows of data.
 
     Args:
@@ -36,5 +36,5 @@ def evaluate(model: Model | None, data: Data | None, **options: Any) -> dict[str
         config = config_of(EvalConfig, values, options, stack)
         stack.enter_context(run_in_process())
         scores, measure = check_eval(config), late("addons.evaluation.measure:evaluate_model")
-        found: dict[str, float] = measure(config, scores=scores)
-        return found
+        measures: dict[str, float] = measure(config, scores=scores)
+        return measures

@@ -1,12 +1,11 @@
 """Scores of given answers by a reward model, one line for each row of data."""
 
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 from dschat_lora.addons.evaluation.config import ScoreConfig
+from dschat_lora.addons.evaluation.measure import chunks
 from dschat_lora.data.chat import make_chat
-from dschat_lora.data.records import TextRecord, answers_of
+from dschat_lora.data.records import answers_of
 from dschat_lora.report.log import jsonable
 from dschat_lora.report.terminal import note
 from dschat_lora.supervised.inference import last_record, output_file, read_rows
@@ -30,12 +29,16 @@ def score_files(config: ScoreConfig) -> None:
     )
     count = too_long = pairs = 0
     right = 0.0
+    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs)
+    read = read_rows(config, kind="samples", media=scorer.media)
+    answered = ((row, answers_of(last_record(parsed, chat, "pairs"))) for row, parsed in read)
     with output_file(config.output_path) as file:
-        for rows, records in _chunks(config, scorer):
-            values = iter(scorer.scores([each for own in records for each in own]))
-            for row, own in zip(rows, records, strict=True):
+        for chunk in chunks(answered, ROWS_AT_A_TIME):
+            values = iter(scorer.scores([each for _, own in chunk for each in own]))
+            for row, own in chunk:
                 scores = [next(values) for _ in own]
-                line = _described(row, scores)
+                names = ("score",) if len(own) == 1 else ("chosen_score", "rejected_score")
+                line = row | dict(zip(names, scores, strict=True))
                 # Columns that are no JSON, such as the dates of a parquet file, as text.
                 file.write(json.dumps(jsonable(line), ensure_ascii=False, default=str) + "\n")
                 count += 1
@@ -51,27 +54,3 @@ def score_files(config: ScoreConfig) -> None:
         note(f"{too_long:,} rows are longer than {limit:,} tokens: their score is null")
     where = f" to {config.output_path}" if config.output_path else ""
     note(f"{count:,} rows scored{where}")
-
-
-def _described(row: dict[str, Any], scores: Sequence[float | None]) -> dict[str, Any]:
-    if len(scores) == 1:
-        return {**row, "score": scores[0]}
-    chosen, rejected = scores
-    return {**row, "chosen_score": chosen, "rejected_score": rejected}
-
-
-def _chunks(
-    config: ScoreConfig, scorer: LoadedRewardModel
-) -> Iterator[tuple[list[dict[str, Any]], list[tuple[TextRecord, ...]]]]:
-    """Rows as read, and for each the one or two answers to score."""
-    chat = make_chat(scorer.tokenizer, config.loading.chat_template_kwargs)
-    rows: list[dict[str, Any]] = []
-    records: list[tuple[TextRecord, ...]] = []
-    for values, row in read_rows(config, kind="samples", media=scorer.media):
-        rows.append(values)
-        records.append(answers_of(last_record(row, chat, "pairs")))
-        if len(rows) == ROWS_AT_A_TIME:
-            yield rows, records
-            rows, records = [], []
-    if rows:
-        yield rows, records

@@ -20,8 +20,8 @@ def evaluate(argv: list[str]) -> None:
     usage = "eval RUN [DATA ...]"
     config = parsed_config(usage, EvalConfig, argv, "data_path", examples=EVAL_EXAMPLES)
     scores = check_eval(config)
-    found = late("addons.evaluation.measure:evaluate_model")(config, scores=scores)
-    late("addons.evaluation.measure:show_measures")(found, as_json=config.json)
+    measures = late("addons.evaluation.measure:evaluate_model")(config, scores=scores)
+    late("addons.evaluation.measure:show_measures")(measures, as_json=config.json)
 
 
 def score(argv: list[str]) -> None:

@@ -64,7 +64,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self.evaluations: dict[int, dict[str, float]] = {}
 
     def on_train_begin(
-        self, settings: object, state: TrainerState, control: object, **more: Any
+        self, settings: object, state: TrainerState, control: object, **more: object
     ) -> None:
         """Take over what a resumed run has measured, and count seconds of a step from here."""
         if self._run.config.checkpoint:
@@ -83,14 +83,14 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             assert self._run.directory is not None, "a dry run trains nothing"
             return evaluations_in(self._run.directory / "metrics.jsonl")
 
-        found = json.loads(broadcast_string(json.dumps(on_rank_zero(read))))
-        self.evaluations = {int(step): measures for step, measures in found.items()}
+        evaluations = json.loads(broadcast_string(json.dumps(on_rank_zero(read))))
+        self.evaluations = {int(step): measures for step, measures in evaluations.items()}
         if self.evaluations:
             self.step = max(self.evaluations)
             self.metrics = self.evaluations[self.step]
 
     def on_step_end(
-        self, settings: object, state: TrainerState, control: TrainerControl, **more: Any
+        self, settings: object, state: TrainerState, control: TrainerControl, **more: object
     ) -> None:
         """Move the progress bar, and have the state saved where the run is told to stop.
 
@@ -107,7 +107,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
             self._ask(control)
 
     def on_epoch_end(
-        self, settings: object, state: object, control: TrainerControl, **more: Any
+        self, settings: object, state: object, control: TrainerControl, **more: object
     ) -> None:
         """Have the state saved where the last step asked for it, or the run is told to stop."""
         control.should_save = control.should_save or self._is_owed
@@ -118,7 +118,9 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         if max_over_ranks(float(self._run.interrupts.received)) > 0:
             control.should_save = self._is_stopping = True
 
-    def on_save(self, settings: object, state: TrainerState, control: object, **more: Any) -> None:
+    def on_save(
+        self, settings: object, state: TrainerState, control: object, **more: object
+    ) -> None:
         """Complete what the Trainer wrote, and end a run that was told to stop; on every rank.
 
         Raises:
@@ -137,7 +139,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         state: TrainerState,
         control: object,
         logs: dict[str, Any],
-        **more: Any,
+        **more: object,
     ) -> None:
         """One line for a training step or an evaluation; the Trainer's summary is passed over."""
         step = state.global_step
@@ -173,18 +175,18 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     def _evaluated(self, step: int, logs: dict[str, Any]) -> None:
         mismatched = any(name.startswith(_MISMATCHED) for name in logs)
         prefix = _MISMATCHED if mismatched else "eval_"
-        found = {n.removeprefix(prefix): v for n, v in logs.items() if n.startswith(prefix)}
+        measures = {n.removeprefix(prefix): v for n, v in logs.items() if n.startswith(prefix)}
         names = ["loss", *self._run.config.task.measures]
-        names += ["combined_score"] if "combined_score" in found else []
+        names += ["combined_score"] if "combined_score" in measures else []
         self.metrics = (self.metrics if step == self.step else {}) | {
-            prefix + name: found[name] for name in names
+            prefix + name: measures[name] for name in names
         }
         self.step = step
         self.evaluations[step] = self.metrics
         label = "mm_" if mismatched else ""
-        fields = {"epoch": logs.get("epoch"), **{label + name: found[name] for name in names}}
+        fields = {"epoch": logs.get("epoch"), **{label + name: measures[name] for name in names}}
         self._log.write("eval", step, fields)
-        shown = "  ".join(f"{name} {found[name]:.4f}" for name in [*names[1:], "loss"])
+        shown = "  ".join(f"{name} {measures[name]:.4f}" for name in [*names[1:], "loss"])
         self._log.say(f"eval after step {step}{' (mismatched)' if mismatched else ''}: {shown}")
         self._last = time.monotonic()
 
@@ -192,13 +194,13 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
 def evaluations_in(path: Path) -> dict[int, dict[str, float]]:
     """Measures of each evaluation in a log, by the step and the Trainer's names."""
     other = {"kind", "step", "time", "epoch"}
-    found: dict[int, dict[str, float]] = {}
+    evaluations: dict[int, dict[str, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if record["kind"] == "eval":
             measures = {f"eval_{n}": float(v) for n, v in record.items() if n not in other}
-            found.setdefault(record["step"], {}).update(measures)
-    return found
+            evaluations.setdefault(record["step"], {}).update(measures)
+    return evaluations
 
 
 def complete(run: OpenRun[GlueConfig], identity: Mapping[str, Any], state: TrainerState) -> None:
@@ -260,10 +262,10 @@ def check_pickles(checkpoint: Path) -> None:
     """
     for path in sorted(checkpoint.glob("global_step*/*.pt")):
         try:
-            found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+            called = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged, or no file of torch's: {error}") from None
-        if strange := sorted(found - _OF_DEEPSPEED):
+        if strange := sorted(called - _OF_DEEPSPEED):
             raise ValueError(
                 f"{path} would call {', '.join(strange)} when it is read, which no checkpoint of a "
                 "run holds"

@@ -19,10 +19,15 @@ class GlueTask:
 
     folder: str  # of GLUE's own download
     texts: tuple[str, ...]  # columns of one or two texts, by their names on the hub
-    tsv_texts: tuple[str, ...]  # the same columns in the header of GLUE's own files
-    tsv_label: str
     labels: tuple[str, ...]  # in the hub's order, which numbers them; none for a regression
     measures: tuple[Measure, ...] = ("accuracy",)  # of several there is a mean, combined_score
+    tsv_label: str = "label"  # in the header of GLUE's own files
+    own_tsv_texts: tuple[str, ...] = ()  # there, where they are others than the hub's
+
+    @property
+    def tsv_texts(self) -> tuple[str, ...]:
+        """The columns of texts in the header of GLUE's own files."""
+        return self.own_tsv_texts or self.texts
 
     @property
     def is_regression(self) -> bool:
@@ -37,47 +42,31 @@ class GlueTask:
 
 _ENTAILMENT = ("entailment", "not_entailment")
 _TWO = ("sentence1", "sentence2")
-_QUESTIONS = ("question1", "question2")
+_QUESTIONS, _STRINGS = ("question1", "question2"), ("#1 String", "#2 String")
+_EQUIVALENT, _DUPLICATE = ("not_equivalent", "equivalent"), ("not_duplicate", "duplicate")
+_BOTH: tuple[Measure, ...] = ("accuracy", "f1")
 
 TASKS: dict[str, GlueTask] = {
     "cola": GlueTask(
         "CoLA",
         ("sentence",),
-        ("sentence",),
-        "label",
         ("unacceptable", "acceptable"),
         ("matthews_correlation",),
     ),
-    "sst2": GlueTask("SST-2", ("sentence",), ("sentence",), "label", ("negative", "positive")),
-    "mrpc": GlueTask(
-        "MRPC",
-        _TWO,
-        ("#1 String", "#2 String"),
-        "Quality",
-        ("not_equivalent", "equivalent"),
-        ("accuracy", "f1"),
-    ),
-    "qqp": GlueTask(
-        "QQP",
-        _QUESTIONS,
-        _QUESTIONS,
-        "is_duplicate",
-        ("not_duplicate", "duplicate"),
-        ("accuracy", "f1"),
-    ),
-    "stsb": GlueTask("STS-B", _TWO, _TWO, "score", (), ("pearson", "spearmanr")),
+    "sst2": GlueTask("SST-2", ("sentence",), ("negative", "positive")),
+    "mrpc": GlueTask("MRPC", _TWO, _EQUIVALENT, _BOTH, "Quality", _STRINGS),
+    "qqp": GlueTask("QQP", _QUESTIONS, _DUPLICATE, _BOTH, "is_duplicate"),
+    "stsb": GlueTask("STS-B", _TWO, (), ("pearson", "spearmanr"), "score"),
     "mnli": GlueTask(
         "MNLI",
         ("premise", "hypothesis"),
-        _TWO,
-        "gold_label",
         ("entailment", "neutral", "contradiction"),
+        tsv_label="gold_label",
+        own_tsv_texts=_TWO,
     ),
-    "qnli": GlueTask(
-        "QNLI", ("question", "sentence"), ("question", "sentence"), "label", _ENTAILMENT
-    ),
-    "rte": GlueTask("RTE", _TWO, _TWO, "label", _ENTAILMENT),
-    "wnli": GlueTask("WNLI", _TWO, _TWO, "label", _ENTAILMENT[::-1]),
+    "qnli": GlueTask("QNLI", ("question", "sentence"), _ENTAILMENT),
+    "rte": GlueTask("RTE", _TWO, _ENTAILMENT),
+    "wnli": GlueTask("WNLI", _TWO, _ENTAILMENT[::-1]),
 }
 
 # Their product with the number of processes stays on resuming, not each of them.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dschat_lora.addons.glue.config import GlueConfig, GlueTask
 from dschat_lora.data.readers import RawRow, RowError, iter_file
@@ -210,15 +210,15 @@ def parse_row(raw: RawRow, task: GlueTask, *, labelled: bool) -> Example:
         if not isinstance(values[name], str):
             kind = type(values[name]).__name__
             raise RowError(raw.location, f"{name!r} must be text, found {kind}")
-    found = tuple(values[name] for name in texts)
+    own_texts = tuple(values[name] for name in texts)
     if not labelled:
-        return Example(found, None)
+        return Example(own_texts, None)
     if label_name not in values:
         raise RowError(raw.location, f"row lacks {label_name!r}; it has {', '.join(values)}")
-    return Example(found, _label(raw.location, label_name, values[label_name], task))
+    return Example(own_texts, _label(raw.location, label_name, values[label_name], task))
 
 
-def _label(location: str, name: str, value: Any, task: GlueTask) -> float:
+def _label(location: str, name: str, value: object, task: GlueTask) -> float:
     text = str(value).strip()
     if task.is_regression:
         try:
@@ -244,14 +244,14 @@ def _in_directory(config: GlueConfig, split: str) -> Path:
     places = (directory, directory / config.task.folder, directory / config.task_name)
     stems = [s for s in SPLITS[split].stems if config.task_name == "mnli" or "matched" not in s]
     names = [stem + suffix for stem in stems for suffix in _SUFFIXES]
-    found = [place / name for place in places for name in names if (place / name).is_file()]
-    if not found:
+    files = [place / name for place in places for name in names if (place / name).is_file()]
+    if not files:
         wanted = " or ".join(f"{stem}.tsv" for stem in stems)
         raise ValueError(
             f"--data_dir {config.data_dir} holds no {wanted}, nor does its {config.task.folder}/; "
             f"give it, or {SPLITS[split].way_out}"
         )
-    return found[0]
+    return files[0]
 
 
 def _existing(value: str, option: str) -> Path:

@@ -153,9 +153,7 @@ def start_from(
     for name in given:
         if name not in own and _top(name) not in heads:
             raise ValueError(f"{path} holds {name}, which the model has no place for")
-    kept, dropped = _copy_fitting(own, given, is_factor)
-    said = f"head: took {kept}" if kept else "head: starts anew"
-    say(f"adapter: started from {path}; {said}{dropped}")
+    _copy_fitting(own, given, is_factor, path, say)
 
 
 def _start_adapters(model: PreTrainedModel, path: Path, say: Callable[[str], None]) -> None:
@@ -167,23 +165,22 @@ def _start_adapters(model: PreTrainedModel, path: Path, say: Callable[[str], Non
     own, (given, _) = trained_tensors(model), read_tensors(path)
     for name in filter(is_adapter, own):
         if name not in given or given[name].shape != own[name].shape:
-            found = "lacks" if name not in given else f"has {tuple(given[name].shape)} of"
+            has = "lacks" if name not in given else f"has {tuple(given[name].shape)} of"
             raise ValueError(
-                f"--adapter_path {path} {found} {name}, which is {tuple(own[name].shape)} here"
+                f"--adapter_path {path} {has} {name}, which is {tuple(own[name].shape)} here"
             )
-    kept, dropped = _copy_fitting(own, given, is_adapter)
-    say(f"adapter: started from {path}; head: {kept or 'starts anew'}{dropped}")
+    _copy_fitting(own, given, is_adapter, path, say)
 
 
 @torch.no_grad()
 def _copy_fitting(
-    own: Mapping[str, Tensor], given: Mapping[str, Tensor], is_adapted: Callable[[str], bool]
-) -> tuple[str, str]:
-    """Copy what was adapted, and the top modules of the head that are whole and alike.
-
-    Returns:
-        The names of these modules, and words on those that do not fit.
-    """
+    own: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    is_adapted: Callable[[str], bool],
+    path: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Copy what was adapted, and the top modules of the head that are whole and alike."""
     kept, dropped = [], ""
     for top in dict.fromkeys(_top(name) for name in own if not is_adapted(name)):
         ours, theirs = (
@@ -198,7 +195,8 @@ def _copy_fitting(
     for name in own:
         if is_adapted(name) or _top(name) in kept:
             own[name].copy_(given[name])
-    return ", ".join(kept), dropped
+    head = f"took {', '.join(kept)}" if kept else "starts anew"
+    say(f"adapter: started from {path}; head: {head}{dropped}")
 
 
 def _top(name: str) -> str:

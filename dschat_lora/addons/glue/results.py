@@ -85,8 +85,8 @@ def write_predictions(
         if name not in splits:
             continue
         rows = tokenize(splits[name].examples, trainer.processing_class, config)
-        found = predictions(config.task, trainer.predict(rows).predictions)
-        words = [labels[int(each)] if labels else f"{each:.3f}" for each in found]
+        labels_of_rows = predictions(config.task, trainer.predict(rows).predictions)
+        words = [labels[int(each)] if labels else f"{each:.3f}" for each in labels_of_rows]
         lines = ["index\tprediction", *(f"{number}\t{word}" for number, word in enumerate(words))]
         if trainer.is_world_process_zero():
             path = trainer.directory / f"predict_results_{task}.txt"

@@ -16,6 +16,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor, nn
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, Trainer
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dschat_lora.addons.glue.callback import MetricsCallback
 from dschat_lora.addons.glue.config import GlueConfig, GlueTask, Measure
@@ -93,18 +94,21 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
         inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, object]:
         """The loss of a batch, in training of both its passes where there are two."""
         if model.training and self.doubled is not None:
             inputs = self.doubled(inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss: Tensor | tuple[Tensor, object] = super().compute_loss(
+            model, inputs, return_outputs, num_items_in_batch
+        )
+        return loss
 
-    def _run_epoch(self, *arguments: Any, **named: Any) -> None:
+    def _run_epoch(self, *arguments: object, **named: object) -> None:
         """Train an epoch, but not where ``--max_steps`` ended a resumed run within it."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*arguments, **named)
 
-    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+    def _save_checkpoint(self, *arguments: object, **named: object) -> None:
         """Write a checkpoint.
 
         Raises:
@@ -116,7 +120,7 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
             if parameter.requires_grad:
                 step = self.state.global_step
                 check_finite(parameter, f"checkpoint-{step} was not written: {name}")
-        with writing(Path(self.args.output_dir)):
+        with writing(self.directory):
             super()._save_checkpoint(*arguments, **named)
 
     def _load_best_model(self) -> None:
@@ -126,7 +130,7 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
     def evaluate(
         self,
-        eval_dataset: Any = None,
+        eval_dataset: Rows | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
@@ -139,7 +143,7 @@ class GlueTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
 
 def mean_loss(
     task: GlueTask,
-    outputs: Any,
+    outputs: SequenceClassifierOutput,
     labels: Tensor,
     num_items_in_batch: Tensor | int | None = None,
     *,
@@ -204,8 +208,8 @@ def two_pass_loss(logits: Tensor, labels: Tensor, *, weight: float) -> Tensor:
     return loss
 
 
-def _correlation(statistic: Callable[..., Any], labels: Array, found: Array) -> float:
-    return statistic(labels, found).statistic if len(labels) > 1 else math.nan
+def _correlation(statistic: Callable[..., Any], labels: Array, predicted: Array) -> float:
+    return statistic(labels, predicted).statistic if len(labels) > 1 else math.nan
 
 
 _MEASURES: dict[Measure, Callable[[Array, Array], float]] = {
@@ -231,11 +235,11 @@ def task_metrics(task: GlueTask, logits: Array, labels: Array) -> dict[str, floa
     Returns:
         By name; nan for a correlation of fewer than two rows, or of one value only.
     """
-    found = predictions(task, logits)
+    predicted = predictions(task, logits)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constant predictions: the number says it
         metrics: dict[str, float] = {
-            name: float(_MEASURES[name](labels, found)) for name in task.measures
+            name: float(_MEASURES[name](labels, predicted)) for name in task.measures
         }
     if len(metrics) > 1:
         metrics["combined_score"] = float(np.mean(list(metrics.values())))

@@ -4,7 +4,6 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from dschat_lora.addons.glue.config import GlueConfig
 from dschat_lora.addons.glue.data import find_files, read_split
@@ -83,9 +82,9 @@ def _adapter_or_file(name: str) -> Path:
         if is_adapter_directory(candidate):
             verify_adapter(candidate)
             return candidate
-    found = "holds no adapter" if path.is_dir() else "does not exist"
+    reason = "holds no adapter" if path.is_dir() else "does not exist"
     raise ValueError(
-        f"--lora_path {name} {found}; give an adapter directory, the output directory of a run, "
+        f"--lora_path {name} {reason}; give an adapter directory, the output directory of a run, "
         "or a file of LoRA weights"
     )
 
@@ -97,34 +96,44 @@ def check_packages(config: GlueConfig, source: ModelSource) -> None:
 
 def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
     """Refuse options that contradict each other, or change nothing."""
-    if config.fp16 and config.bf16:
-        raise ValueError("--fp16 and --bf16 contradict each other; give one")
-    if not (config.do_train or config.do_eval or config.do_predict):
-        raise ValueError("--no-do_train and --no-do_eval leave nothing to do; add --do_predict")
-    if not config.do_train and config.resume_from_checkpoint:
-        raise ValueError("--resume_from_checkpoint goes on with training, not with --no-do_train")
-    if config.warmup_steps and config.warmup_ratio:
-        raise ValueError(
+    masking, regression = config.masking_prob, config.task.is_regression
+    adapter = config.adapter_path
+    for is_wrong, message in (
+        (config.fp16 and config.bf16, "--fp16 and --bf16 contradict each other; give one"),
+        (
+            not (config.do_train or config.do_eval or config.do_predict),
+            "--no-do_train and --no-do_eval leave nothing to do; add --do_predict",
+        ),
+        (
+            not config.do_train and config.resume_from_checkpoint,
+            "--resume_from_checkpoint goes on with training, not with --no-do_train",
+        ),
+        (
+            config.warmup_steps and config.warmup_ratio,
             f"--warmup_steps {config.warmup_steps} and --warmup_ratio {config.warmup_ratio:g} "
-            "contradict each other; give one"
-        )
-    if messages := without_effect(config):
-        raise ValueError(messages[0])
-
-
-def check_methods(config: GlueConfig, source: ModelSource) -> None:
-    """Refuse options of adapters and of two passes that contradict others."""
-    if config.apply_lora and config.apply_adapter:
-        raise ValueError("--apply_lora and --apply_adapter are two methods; give one")
-    if config.adapter_path is not None and not Path(config.adapter_path).expanduser().is_file():
-        raise ValueError(f"--adapter_path {config.adapter_path} is no file")
-    if config.masking_prob and not config.reg_loss_wgt:
-        raise ValueError(
-            f"--masking_prob {config.masking_prob:g} masks the second pass of --reg_loss_wgt; give "
-            "that too, above 0"
-        )
-    if config.reg_loss_wgt and config.task.is_regression:
-        raise ValueError(f"--reg_loss_wgt compares classes; {config.task_name} has none")
+            "contradict each other; give one",
+        ),
+        *((True, message) for message in without_effect(config)[:1]),
+        (
+            config.apply_lora and config.apply_adapter,
+            "--apply_lora and --apply_adapter are two methods; give one",
+        ),
+        (
+            adapter is not None and not Path(adapter).expanduser().is_file(),
+            f"--adapter_path {adapter} is no file",
+        ),
+        (
+            masking and not config.reg_loss_wgt,
+            f"--masking_prob {masking:g} masks the second pass of --reg_loss_wgt; give that too, "
+            "above 0",
+        ),
+        (
+            config.reg_loss_wgt and regression,
+            f"--reg_loss_wgt compares classes; {config.task_name} has none",
+        ),
+    ):
+        if is_wrong:
+            raise ValueError(message)
 
 
 def with_evaluation_alone(config: GlueConfig, source: ModelSource) -> GlueConfig:
@@ -187,8 +196,8 @@ def with_adapter_settings(config: GlueConfig, source: ModelSource) -> GlueConfig
             f"--lora_path {config.lora_path} has a rank_pattern or alpha_pattern, and here all "
             "layers have one rank and alpha"
         )
-    found: dict[str, Any] = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
-    return with_options(config, {n: v for n, v in found.items() if n not in config.given})
+    settings = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
+    return with_options(config, {n: v for n, v in settings.items() if n not in config.given})
 
 
 def check_data(config: GlueConfig, source: ModelSource) -> None:
@@ -226,7 +235,6 @@ GLUE_CHECKS: tuple[Check[GlueConfig, ModelSource], ...] = (
     check_packages,
     with_evaluation_alone,
     check_options_agree,
-    check_methods,
     check_best,
     check_seeds,
     with_adapter_settings,

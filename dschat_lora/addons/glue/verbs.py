@@ -1,7 +1,6 @@
 """The command line of ``dschat-lora glue`` and ``training/nlu_glue``."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from dschat_lora.addons.glue.addon import ADDON
 from dschat_lora.addons.glue.config import GlueConfig
@@ -15,10 +14,16 @@ def glue(argv: list[str]) -> None:
     run_experiment("glue", run_glue, argv, description=f"{ADDON.summaries['glue']}.")
 
 
-def run_glue(argv: Sequence[str], *, command: Sequence[str] | None = None, **shown: Any) -> None:
+def run_glue(
+    argv: Sequence[str],
+    *,
+    command: Sequence[str] | None = None,
+    description: str | None = None,
+    program: str | None = None,
+) -> None:
     """The main function of GLUE.
 
-    ``command`` starts each run of ``--seeds``; ``shown`` are the description and the program of
+    ``command`` starts each run of ``--seeds``; the description and the program are those of
     :func:`~dschat_lora.runtime.stage_main.run_main`.
     """
     fix_environment()
@@ -31,4 +36,4 @@ def run_glue(argv: Sequence[str], *, command: Sequence[str] | None = None, **sho
             late("addons.glue.train:run_glue")(config)
 
     main = once_or_by_seeds("glue", exits(run_once), command)
-    run_main(GlueConfig, check_glue, main, argv=argv, **shown)
+    run_main(GlueConfig, check_glue, main, argv=argv, description=description, program=program)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.segments import Spans, causal_pairs
-from dschat_lora.data.batch import Batch, SampleCollator, batch_to_device, own_tokens
-from dschat_lora.data.loader import SampleCounts, round_up
+from dschat_lora.data.batch import Batch, SampleCollator, Sharing, batch_to_device, own_tokens
+from dschat_lora.data.packing import SampleCounts, round_up
 from dschat_lora.data.samples import SequenceSample, TokenSet, UnpairedSample
 
 
@@ -64,7 +63,7 @@ class UnpairedCollator:
 
     pad_id: int
     multiple_of: int = 1  # width is rounded up to it
-    context: Any = None  # the group of ranks that divide the tokens among them, if any do
+    context: Sharing | None = None  # ranks that divide the tokens among them, if any do
 
     def __call__(self, rows: Sequence[Sequence[UnpairedSample]]) -> UnpairedBatch:
         """One row per element of ``rows``, in both batches, which are equally wide."""

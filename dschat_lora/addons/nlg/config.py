@@ -271,12 +271,12 @@ class NlgOptimConfig(OptimConfig):
         def numbers(name: str, kind: Callable[[str], float]) -> list[Any]:
             text = getattr(self, name) or ""
             try:
-                found = [kind(part) for part in text.split(",")]
+                values = [kind(part) for part in text.split(",")]
             except ValueError:
-                found = []
-            usable = bool(found) and all(math.isfinite(n) and n >= 0 for n in found)
+                values = []
+            usable = bool(values) and all(math.isfinite(n) and n >= 0 for n in values)
             require(usable, name, text, "numbers >= 0 with commas between")
-            return found
+            return values
 
         return numbers("i_steps", int), numbers("i_lrs", float)
 

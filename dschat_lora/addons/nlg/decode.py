@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from dschat_lora.addons.loralib.lora_only import load_lora_only, lora_config_of_file, read_lora_only
 from dschat_lora.addons.nlg.beam_search import BeamSearch, beam_search
@@ -102,7 +103,7 @@ def write_predictions(config: DecodeConfig) -> None:
 def development_bleu(
     config: DecodeConfig,
     tokenizer: Tokenizer,
-    load: Callable[..., Any],
+    load: Callable[..., PreTrainedModel],
     file: Path | None,
     meanings: Sequence[Meaning],
 ) -> float:
@@ -119,7 +120,7 @@ def development_bleu(
 
 
 def search_all(
-    config: DecodeConfig, tokenizer: Tokenizer, model: Any, meanings: Sequence[Meaning]
+    config: DecodeConfig, tokenizer: Tokenizer, model: PreTrainedModel, meanings: Sequence[Meaning]
 ) -> list[list[int]]:
     """Tokens of the text of each meaning; call on every rank."""
     tokens = model.get_input_embeddings().num_embeddings
@@ -150,15 +151,15 @@ def search_all(
             [i, len(t), *t, *[-1] * (width - len(t))] for i, t in zip(own, texts, strict=True)
         ]
         lines = torch.cat([lines, torch.tensor(padded, device=device())])
-    found = {i: ids[:length] for i, length, *ids in gather_over_ranks(lines).tolist()}
-    return [found[i] for i in range(len(meanings))]
+    texts_of = {i: ids[:length] for i, length, *ids in gather_over_ranks(lines).tolist()}
+    return [texts_of[i] for i in range(len(meanings))]
 
 
 def encode_prompts(
     meanings: Sequence[Meaning],
     tokenizer: Tokenizer,
     max_new_tokens: int,
-    model: Any,
+    model: PreTrainedModel,
     *,
     seq_len: int | None = None,
 ) -> list[list[int]]:
@@ -185,7 +186,7 @@ def as_texts(ids: Sequence[list[int]], tokenizer: Tokenizer) -> list[str]:
 
 def load_model(
     config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer, *, epoch: Path | None = None
-) -> Any:
+) -> PreTrainedModel:
     """The model with its factors on this device; those of the file ``epoch`` if it is given.
 
     Raises:
@@ -218,7 +219,8 @@ def load_model(
     )
     if file is not None:
         load_lora_only(adapted.model, file)
-    return adapted.model.to(device()).eval()
+    model: PreTrainedModel = adapted.model.to(device()).eval()
+    return model
 
 
 def read_meanings(paths: Sequence[str], tokenizer: TwoWayTokenizer | None = None) -> list[Meaning]:

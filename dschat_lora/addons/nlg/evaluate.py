@@ -39,9 +39,9 @@ def run_evaluate(config: EvaluateConfig) -> None:
         report = reports[0]
         if len(reports) > 1:
             values = [{n: m["value"] for n, m in each["metrics"].items()} for each in reports]
-            found = spreads(values)
-            show_spreads(found, runs="files in turn")
-            report = {"files": reports, "measures": {n: asdict(s) for n, s in found.items()}}
+            measures = spreads(values)
+            show_spreads(measures, runs="files in turn")
+            report = {"files": reports, "measures": {n: asdict(s) for n, s in measures.items()}}
         if config.output_path is not None:
             write_whole(Path(config.output_path).expanduser(), json.dumps(report, indent=2) + "\n")
     except (ValueError, OSError) as error:

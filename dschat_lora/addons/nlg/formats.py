@@ -136,16 +136,16 @@ def _joined(triples: list[tuple[str, ...]]) -> str:
 
 
 def _items(value: dict[str, Any], name: str) -> list[Any]:
-    found = value.get(name)
-    if not isinstance(found, list):
-        raise ValueError(f"{name!r} must be a list, found {type(found).__name__}")
-    return found
+    items = value.get(name)
+    if not isinstance(items, list):
+        raise ValueError(f"{name!r} must be a list, found {type(items).__name__}")
+    return items
 
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, dict):
         raise ValueError(f"an object with {name!r} belongs where {type(value).__name__} is")
-    found = value.get(name)
-    if not isinstance(found, str):
-        raise ValueError(f"{name!r} must be text, found {type(found).__name__}")
-    return found
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise ValueError(f"{name!r} must be text, found {type(text).__name__}")
+    return text

@@ -94,7 +94,7 @@ def chrf_plus_plus(hypotheses: Texts, references: References) -> Score:
     return _by_sacrebleu(CHRF(word_order=2), hypotheses, references)
 
 
-def _by_sacrebleu(metric: Any, hypotheses: Texts, references: References) -> Score:
+def _by_sacrebleu(metric: BLEU | CHRF, hypotheses: Texts, references: References) -> Score:
     value = metric.corpus_score(list(hypotheses), streams(references)).score
     return Score(float(value), str(metric.get_signature()))
 
@@ -119,10 +119,10 @@ def nist(hypotheses: Texts, references: References) -> Score:
     for n in range(1, 6):
         told, formed = 0.0, 0
         for hypothesis, each in zip(own, others, strict=True):
-            found = _ngrams(hypothesis, n)
-            formed += found.total()
+            own_ngrams = _ngrams(hypothesis, n)
+            formed += own_ngrams.total()
             # As often as in the reference that has it most often.
-            agreeing = found & reduce(or_, [_ngrams(reference, n) for reference in each])
+            agreeing = own_ngrams & reduce(or_, [_ngrams(reference, n) for reference in each])
             for ngram, count in agreeing.items():
                 told += count * math.log2(counts[ngram[:-1]] / counts[ngram])
         total += told / formed if formed else 0.0

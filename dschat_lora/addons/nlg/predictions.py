@@ -5,7 +5,7 @@ The scorers are e2e-metrics' ``measure_scores.py`` and GenerationEval's ``eval.p
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from pathlib import Path
@@ -72,8 +72,8 @@ def chosen_predictions(config: EvaluateConfig) -> dict[str, list[Prediction]]:
         )
     if empty := [number for number, each in enumerate(references, start=1) if not each]:
         raise ValueError(f"--references {config.references}: text {empty[0]} has none")
-    found = [Prediction(text, each, None) for text, each in zip(texts, references, strict=True)]
-    return {config.hypotheses: found}
+    pairs = zip(texts, references, strict=True)
+    return {config.hypotheses: [Prediction(text, each, None) for text, each in pairs]}
 
 
 def _references(name: str, number: int | None) -> list[tuple[str, ...]]:
@@ -109,7 +109,7 @@ def read_predictions(name: str, wanted: Filter) -> list[Prediction]:
     Raises:
         ValueError: as :func:`chosen_predictions`.
     """
-    found = []
+    predictions = []
     for location, values in json_lines(name, "predictions"):
         text, references = values.get("prediction"), values.get("references")
         category = values.get("category")
@@ -120,17 +120,18 @@ def read_predictions(name: str, wanted: Filter) -> list[Prediction]:
         if not references or not all(isinstance(r, str) and r.strip() for r in references):
             raise ValueError(f"{location}: 'references' must be one text or more, none empty")
         known = category if isinstance(category, str) else None
-        found.append(Prediction(text, tuple(references), known))
+        predictions.append(Prediction(text, tuple(references), known))
     if wanted != "all":
-        if any(each.category is None for each in found):
+        if any(each.category is None for each in predictions):
             raise ValueError(
                 f"--filter {wanted} needs the category of every meaning, which WebNLG's files "
                 f"have and {name} lacks"
             )
-        found = [each for each in found if (each.category in SEEN) == (wanted == "seen")]
-    if not found:
+        is_seen = wanted == "seen"
+        predictions = [each for each in predictions if (each.category in SEEN) == is_seen]
+    if not predictions:
         raise ValueError(f"--predictions {name} has no meaning for --filter {wanted}")
-    return found
+    return predictions
 
 
 def json_lines(name: str, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -203,19 +204,19 @@ def predictions_to_format(config: FormatConfig) -> list[Prediction]:
         if config.filter == "all" or bool(values.get("cate")) == (config.filter == "seen"):
             references.setdefault(context, []).append(_until_end(completion))
     tokens = None if config.vocab is None else _vocabulary(Path(config.vocab).expanduser())
-    found = dict[str, str]()
+    texts_of = dict[str, str]()
     for location, values in json_lines(config.predictions, "predictions"):
         row = values.get("id")
         if not isinstance(row, int) or not 0 <= row < len(contexts):
             raise ValueError(
                 f"{location}: 'id' must be a row of --input_file, in [0, {len(contexts)})"
             )
-        found[contexts[row]] = _until_end(_written_text(location, values, tokens, config.vocab))
-    if missing := [context for context in references if context not in found]:
+        texts_of[contexts[row]] = _until_end(_written_text(location, values, tokens, config.vocab))
+    if missing := [context for context in references if context not in texts_of]:
         raise ValueError(f"--predictions {config.predictions} lacks a text for {missing[0]!r}")
     if not references:
         raise ValueError(f"--input_file {config.input_file} has no row for {config.filter}")
-    return [Prediction(found[c], tuple(texts), None) for c, texts in references.items()]
+    return [Prediction(texts_of[c], tuple(texts), None) for c, texts in references.items()]
 
 
 def cleaner(*, tokenize: bool, lower: bool) -> Callable[[str], str]:
@@ -231,7 +232,7 @@ def cleaner(*, tokenize: bool, lower: bool) -> Callable[[str], str]:
 
 
 def _written_text(
-    location: str, values: dict[str, Any], tokens: dict[int, bytes] | None, vocab: str | None
+    location: str, values: Mapping[str, object], letters: Mapping[int, str] | None, name: str | None
 ) -> str:
     """The text of a line of predictions, by ``--vocab`` where it holds token ids alone."""
     text, ids = values.get("prediction"), values.get("predict")
@@ -239,27 +240,19 @@ def _written_text(
         return text
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ValueError(f"{location}: a line has 'predict', a list of token ids")
-    if tokens is None:
+    if letters is None:
         raise ValueError(f"{location}: of token ids --vocab, their tokenizer, makes the text")
-    if unknown := [token for token in ids if token not in tokens]:
-        raise ValueError(f"{location}: --vocab {vocab} has no token {unknown[0]}")
-    return b"".join(tokens[token] for token in ids).decode("utf-8", errors="replace")
+    if unknown := [token for token in ids if token not in letters]:
+        raise ValueError(f"{location}: --vocab {name} has no token {unknown[0]}")
+    from tokenizers.decoders import ByteLevel  # only where it is needed
+
+    return str(ByteLevel().decode([letters[token] for token in ids]))
 
 
-def _vocabulary(directory: Path) -> dict[int, bytes]:
-    """The bytes of each token of GPT-2's ``encoder.json`` or ``vocab.json``; none without one."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes seconds
-
-    found = (read_object(directory / name) for name in ("encoder.json", "vocab.json"))
-    names = next(filter(None, found), {})
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    return {
-        int(number): b"".join(
-            bytes([byte_of[character]]) if character in byte_of else character.encode()
-            for character in name
-        )
-        for name, number in names.items()
-    }
+def _vocabulary(directory: Path) -> dict[int, str]:
+    """The letters of each token of GPT-2's ``encoder.json`` or ``vocab.json``; none without one."""
+    vocabularies = (read_object(directory / name) for name in ("encoder.json", "vocab.json"))
+    return {int(number): name for name, number in next(filter(None, vocabularies), {}).items()}
 
 
 def _until_end(text: str) -> str:

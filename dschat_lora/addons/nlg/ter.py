@@ -5,13 +5,13 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product, takewhile
 from typing import TypeVar
 
+from nltk.metrics.distance import edit_distance
 from sacrebleu.metrics import TER
 
 from dschat_lora.addons.nlg.metrics import References, Score, Texts, streams
 from dschat_lora.data.workers import usable_cores
 
 TER_TEXTS = 50  # texts of one task of a worker
-Part = tuple[Texts, References]
 ResultT = TypeVar("ResultT")
 
 
@@ -35,28 +35,8 @@ def pyter(hypotheses: Texts, references: References) -> Score:
     every shift of the longest run of equal words that reduces the edit distance the most. An
     empty reference counts 1.
     """
-    rates = [rate for part in _in_workers(_pyter_rates, hypotheses, references) for rate in part]
+    rates = _in_workers(_pyter_rate, hypotheses, references)
     return Score(sum(rates) / len(rates), "own, pyter's definition, mean over texts")
-
-
-def edit_distance(own: Sequence[str], other: Sequence[str]) -> int:
-    """Insertions, deletions and substitutions of words that lead to ``other`` (Levenshtein).
-
-    Bit j of two integers says where the table of distances rises and falls by 1 from its column j
-    to the next, in the row of the words so far (Myers 1999, Hyyro 2003).
-    """
-    places: dict[str, int] = {}
-    for j, word in enumerate(other):
-        places[word] = places.get(word, 0) | 1 << j
-    every = (1 << len(other)) - 1
-    up, down = every, 0
-    for word in own:
-        equal = places.get(word, 0) | down
-        diagonal = ((equal & up) + up ^ up) | equal
-        more = (down | ~(diagonal | up)) << 1 | 1
-        less = (diagonal & up) << 1
-        up, down = (less | ~(diagonal | more)) & every, more & diagonal & every
-    return len(own) + up.bit_count() - down.bit_count()
 
 
 def shifted_edits(own: Sequence[str], other: Sequence[str]) -> int:
@@ -67,43 +47,37 @@ def shifted_edits(own: Sequence[str], other: Sequence[str]) -> int:
     """
     words, shifts, distance = list(own), 0, edit_distance(own, other)
     while True:
-        found = []
+        moves = []
         for i, j in product(range(len(words)), range(len(other))):
             if i != j and words[i] == other[j]:
                 alike = zip(words[i:], other[j:], strict=False)
                 end = i + len([*takewhile(lambda pair: pair[0] == pair[1], alike)])
                 rest = words[:i] + words[end:]
                 moved = rest[:j] + words[i:end] + rest[j:]
-                found.append((-edit_distance(moved, other), moved))
-        if not found or -max(found)[0] >= distance:
-            return shifts + distance
-        less, words = max(found)
+                moves.append((-edit_distance(moved, other), moved))
+        if not moves or -max(moves)[0] >= distance:
+            return int(shifts + distance)
+        less, words = max(moves)
         shifts, distance = shifts + 1, -less
 
 
-def _tercom_edits(part: Part) -> tuple[float, float]:
-    """Edits of some texts, and the sum of their references' mean lengths."""
-    hypotheses, references = part
-    found = TER(normalized=True).corpus_score(hypotheses, streams(references))
-    return found.num_edits, found.ref_length
+def _tercom_edits(text: str, references: Sequence[str]) -> tuple[float, float]:
+    """Edits of a text, and its references' mean length."""
+    score = TER(normalized=True).corpus_score([text], streams([references]))
+    return score.num_edits, score.ref_length
 
 
-def _pyter_rates(part: Part) -> list[float]:
-    rates = []
-    for text, each in zip(*part, strict=True):
-        own, others = text.split(), [one.split() for one in each]
-        rates.append(min(1.0 if not o else shifted_edits(own, o) / len(o) for o in others))
-    return rates
+def _pyter_rate(text: str, references: Sequence[str]) -> float:
+    others = [reference.split() for reference in references]
+    return min(1.0 if not o else shifted_edits(text.split(), o) / len(o) for o in others)
 
 
 def _in_workers(
-    function: Callable[[Part], ResultT], hypotheses: Texts, references: References
+    function: Callable[[str, Sequence[str]], ResultT], hypotheses: Texts, references: References
 ) -> list[ResultT]:
-    """What ``function`` makes of some texts at a time, in order."""
-    starts = range(0, len(hypotheses), TER_TEXTS)
-    parts = [(hypotheses[i : i + TER_TEXTS], references[i : i + TER_TEXTS]) for i in starts]
-    workers = min(len(parts), usable_cores())
+    """What ``function`` makes of each text and its references, in order."""
+    workers = min(-(-len(hypotheses) // TER_TEXTS), usable_cores())
     if workers <= 1:
-        return [function(part) for part in parts]
+        return list(map(function, hypotheses, references))
     with ProcessPoolExecutor(workers) as pool:
-        return list(pool.map(function, parts))
+        return list(pool.map(function, hypotheses, references, chunksize=TER_TEXTS))

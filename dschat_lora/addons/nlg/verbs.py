@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from dschat_lora.addons.loralib.seeds import once_or_by_seeds, run_experiment
 from dschat_lora.addons.nlg.addon import ADDON
@@ -23,19 +22,27 @@ def nlg(argv: list[str]) -> None:
     run_experiment("nlg", run_nlg, argv, description=f"{ADDON.summaries['nlg']}.")
 
 
-def run_nlg(argv: Sequence[str], *, command: Sequence[str] | None = None, **shown: Any) -> None:
+def run_nlg(
+    argv: Sequence[str],
+    *,
+    command: Sequence[str] | None = None,
+    description: str | None = None,
+    program: str | None = None,
+) -> None:
     """The main function of GPT-2 on tables of data: train, decode, format or evaluate.
 
     ``beam`` is another name of decode; decode with ``--sample_file``, as the original's
-    ``gpt2_decode.py`` has it, is format. ``command`` starts each run of ``--seeds``; ``shown`` are
-    the description and the program of :func:`~dschat_lora.runtime.stage_main.run_main`.
+    ``gpt2_decode.py`` has it, is format. ``command`` starts each run of ``--seeds``; the
+    description and the program are those of :func:`~dschat_lora.runtime.stage_main.run_main`.
     """
     verb, argv = chosen_verb(argv, ("train", "decode", "beam", "format", "evaluate"))
     if verb == "decode" and any(word.startswith("--sample_file") for word in argv):
         verb = "format"
     if verb == "evaluate":
         argv = scorer_arguments(argv)
-    run: Callable[..., None] = partial(run_main, argv=argv, **shown)
+    run: Callable[..., None] = partial(
+        run_main, argv=argv, description=description, program=program
+    )
     if verb == "train":
         train = exits(late("addons.nlg.train:run_training"))
         run(NlgConfig, check_training, once_or_by_seeds("nlg", train, command))

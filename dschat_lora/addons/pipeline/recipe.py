@@ -43,14 +43,14 @@ class Recipe:
 
     def sources(self, name: str) -> dict[str, str]:
         """By option, the earlier stage whose output is this stage's model."""
-        found = {}
+        sources = {}
         for option_name in STAGES[name].inputs:
             value = self.stages[name].get(option_name)
             for earlier in self.stages:
                 home = self.directory / earlier
                 if value is not None and Path(value).expanduser().is_relative_to(home):
-                    found[option_name] = earlier
-        return found
+                    sources[option_name] = earlier
+        return sources
 
 
 def read_recipe(
@@ -161,15 +161,15 @@ def _stage_options(
     for name in common:
         if name not in anywhere:
             raise ValueError(f"{file}: common: {unknown_option(f'--{name}', anywhere)}")
-    found = {}
+    options_of_stages = {}
     for name in stages:
         mine = {k: v for k, v in common.items() if k in known[name]}
         mine |= _part(file, stages, name, label=f"stage {name}")
-        found[name] = _converted(name, mine, label=f"{file}: stage {name}")
+        options_of_stages[name] = _converted(name, mine, label=f"{file}: stage {name}")
     for text in overrides:
         name, values = _override(text, tuple(stages))
-        found[name] |= _converted(name, values, label=f"--set {text}: stage {name}")
-    return found
+        options_of_stages[name] |= _converted(name, values, label=f"--set {text}: stage {name}")
+    return options_of_stages
 
 
 def _converted(name: str, values: Mapping[str, Any], *, label: str) -> dict[str, Any]:
@@ -201,20 +201,19 @@ def _with_inputs(
     file: str, home: Path, options: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """The options with the outputs of earlier stages where no model is named, and validated."""
-    found: dict[str, dict[str, Any]] = {}
+    completed: dict[str, dict[str, Any]] = {}
     for name, values in options.items():
         inputs = {}
         for option_name, wanted in STAGES[name].inputs.items():
-            fitting = [each for each in found if each in wanted]
+            fitting = [each for each in completed if each in wanted]
             if option_name not in values and fitting:
                 inputs[option_name] = str(home / fitting[-1])
         given = {k: v for k, v in values.items() if v is not None}
         try:
-            config: Any = build_config(STAGES[name].config, given | inputs)
+            completed[name] = typed_options(build_config(STAGES[name].config, given | inputs))
         except ValueError as error:
             raise ValueError(f"{file}: stage {name}: {error}") from error
-        found[name] = typed_options(config)
-    return found
+    return completed
 
 
 def _part(

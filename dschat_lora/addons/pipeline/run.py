@@ -54,8 +54,8 @@ class PipelineRecord:
 
     def stage(self, name: str) -> dict[str, Any] | None:
         """``options`` and ``status`` of a stage; None if it is unknown."""
-        found = self._content.get("stages", {}).get(name)
-        return found if isinstance(found, dict) else None
+        stage = self._content.get("stages", {}).get(name)
+        return stage if isinstance(stage, dict) else None
 
     def update(self, name: str, **fields: object) -> None:
         """Add or replace fields of a stage.
@@ -196,9 +196,9 @@ def _how(recipe: Recipe, record: PipelineRecord, name: str) -> How:
     directory, known = recipe.directory / name, record.stage(name)
     facts = read_object(directory / "run.json")
     if known is None:
-        if found := leftovers(directory):
+        if left := leftovers(directory):
             raise ValueError(
-                f"{directory} holds a run ({', '.join(p.name for p in found)}) that {RECORD} "
+                f"{directory} holds a run ({', '.join(p.name for p in left)}) that {RECORD} "
                 f"beside it does not know; choose another --output_dir, or --from {name} to "
                 "replace it"
             )

@@ -48,12 +48,12 @@ def recipes(argv: list[str]) -> None:
     """Run ``dschat-lora recipes``."""
     parser = Parser("dschat-lora recipes", "List the recipes that come with the package.")
     parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
-    found = bundled.recipes()
+    paths = bundled.recipes()
     if parser.values(argv, ["json"])["json"]:
-        log_once(to_json([_facts(name, path) for name, path in found.items()]))
+        log_once(to_json([_facts(name, path) for name, path in paths.items()]))
         return
-    width = max(map(len, found))
-    for name, path in found.items():
+    width = max(map(len, paths))
+    for name, path in paths.items():
         log_once(f"{name:<{width}}  {_facts(name, path)['summary']}")
     log_once(
         "\n--config NAME takes a stage's options from one; dschat-lora pipeline NAME runs all "

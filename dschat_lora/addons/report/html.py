@@ -28,7 +28,7 @@ from dschat_lora.report.texts import duration, visible
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_ASSETS = Path(__file__).parent / "page"
+ASSETS = Path(__file__).parent / "page"
 FILE = "report.html"
 RELOAD_SECONDS = 20  # between loads of the page of a run that goes on
 LEAST_SECONDS = 30.0  # between two pages
@@ -127,7 +127,7 @@ def render(
     template: str,
     title: str,
     *,
-    folder: Path = _ASSETS,
+    folder: Path = ASSETS,
     links: Mapping[str, str] | None = None,
     data: Mapping[str, object] | None = None,
     **values: object,
@@ -151,23 +151,12 @@ def render(
     # Without a character that could end or begin an element.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False) if data else ""
     text = text.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&"})
-    return (
-        _environment(folder)
-        .get_template(template)
-        .render(
-            title=title,
-            links=links,
-            policy="; ".join(rules),
-            style=style,
-            scripts=scripts,
-            data=text,
-            **values,
-        )
-    )
+    values |= {"title": title, "links": links, "policy": "; ".join(rules), "style": style}
+    return environment(folder).get_template(template).render(scripts=scripts, data=text, **values)
 
 
 @cache
-def _environment(folder: Path) -> "Environment":
+def environment(folder: Path) -> "Environment":
     """Of the templates in a folder and ``page/``.
 
     All values are escaped, but those that a template calls safe.
@@ -175,7 +164,7 @@ def _environment(folder: Path) -> "Environment":
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader([folder, _ASSETS]),
+        loader=FileSystemLoader([folder, ASSETS]),
         autoescape=True,
         finalize=lambda value: value if hasattr(value, "__html__") else without_controls(value),
         undefined=StrictUndefined,
@@ -191,7 +180,7 @@ def _environment(folder: Path) -> "Environment":
 
 @cache
 def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8").strip()
+    return (ASSETS / name).read_text(encoding="utf-8").strip()
 
 
 def _hash(text: str) -> str:

@@ -9,22 +9,28 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.report.curves import thin
-from dschat_lora.addons.report.markup import number, safe
+from dschat_lora.addons.report.html import ASSETS, environment
+from dschat_lora.addons.report.markup import number
 from dschat_lora.addons.report.run_data import read_run
 from dschat_lora.addons.report.verdict import changes_of, doubts, title_of, what_was_trained
 from dschat_lora.report.terminal import shown_by
 from dschat_lora.report.texts import duration, short
 
+if TYPE_CHECKING:
+    from IPython.display import DisplayHandle
+
 # A curve shows the first of these that a line has.
 TRAIN_METRICS = ("reward", "accuracy", "loss")
 _EVAL_METRICS = ("perplexity", "accuracy", "reward", "greedy_reward", "judge", "kl", "loss")
-_WIDTH, _HEIGHT, _MARGIN = 480, 110, 4
+_WIDTH, _HEIGHT, _MARGIN = 480, 110, 4  # of the picture in notebook.html
 _MOST_POINTS, _MOST_SAMPLES = 300, 3
 
 Points = list[tuple[str, float, float]]  # name of the quantity, step, value
+Texts = Sequence[str]
+Table = Sequence[Texts]
 _SECONDS = 0.5  # between two pictures
 _MOST_LINES = 200  # that a run prints beside its metrics, and that are kept
 _SHOWN = ("epoch", *TRAIN_METRICS, "kl", "response_length", "lora_learning_rate")
@@ -60,7 +66,9 @@ class NotebookView:
 
     def __init__(self, stage: str) -> None:
         self._title = title_of(stage)
-        self._display: Any = None  # made by the first line: wrong options show nothing
+        self._display: DisplayHandle | None = (
+            None  # made by the first line: wrong options show nothing
+        )
         self._shown_at = -math.inf
         self._start = time.monotonic()
         self._status = "begins"
@@ -134,55 +142,41 @@ class NotebookView:
         """The run so far."""
         numbers = {n: self._train[n] for n in _SHOWN if isinstance(self._train.get(n), int | float)}
         words = ", ".join(f"{n.replace('_', ' ')} {short(value)}" for n, value in numbers.items())
-        bar = (
-            f'<progress max="{self._total}" value="{self._done}" style="width:100%" '
-            f'aria-label="{safe(self._progress())}"></progress>'
-        )
-        folded = safe("\n".join(self._lines))
-        return box(
-            f"<b>{safe(self._title)}</b>: {safe(self._progress())}",
-            bar if self._total and not self._status else "",
-            f"<div>{safe(words)}</div>" if words and not self._status else "",
-            curve_html(self._curve),
-            eval_table(self._evals),
-            items(self._notes),
-            f"<details><summary>What the run says</summary><pre>{folded}</pre></details>"
-            if folded
-            else "",
+        return render(
+            title=self._title,
+            status=self._progress(),
+            total=0 if self._status else self._total,
+            done=self._done,
+            words="" if self._status else words,
+            items=self._notes,
+            curve=curve(self._curve),
+            evaluations=eval_table(self._evals),
+            folded=self._lines,
         )
 
 
-def box(*parts: str) -> str:
-    """What is shown of a run; ``parts`` are HTML."""
-    return f'<div style="max-width:54em;line-height:1.5">{"".join(parts)}</div>'
+def render(
+    *,
+    path: Path | None = None,
+    total: int = 0,
+    answers: Table = (),
+    folded: Texts = (),
+    **of: object,
+) -> str:
+    """What is shown of a run, by the template ``notebook.html``."""
+    template = environment(ASSETS).get_template("notebook.html")
+    return template.render(path=path, total=total, answers=answers, folded=folded, **of)
 
 
-def items(texts: Sequence[str]) -> str:
-    """A list of texts."""
-    return f"<ul>{''.join(f'<li>{safe(text)}</li>' for text in texts)}</ul>" if texts else ""
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts, which keep their lines; empty without rows."""
-    if not rows:
-        return ""
-    style = 'style="text-align:left;vertical-align:top;white-space:pre-wrap"'
-    head = "".join(f"<th {style}>{safe(cell)}</th>" for cell in header)
-    body = "".join(
-        f"<tr>{''.join(f'<td {style}>{safe(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def eval_table(evals: Sequence[Mapping[str, Any]]) -> str:
-    """The first and the last of the evaluations, with what they measured."""
+def eval_table(evals: Sequence[Mapping[str, Any]]) -> tuple[Texts, Table]:
+    """Header and rows of the first and the last evaluation, with what they measured."""
     names = [n for n in _EVAL_METRICS if any(not math.isnan(number(e.get(n))) for e in evals)]
     shown = [evals[0], evals[-1]] if len(evals) > 1 else evals
     rows = [
         [f"after step {short(number(e.get('step')))}", *(short(number(e.get(n))) for n in names)]
         for e in shown
     ]
-    return table(["held-out", *(name.replace("_", " ") for name in names)], rows if names else [])
+    return ["held-out", *(name.replace("_", " ") for name in names)], rows if names else []
 
 
 def point(line: Mapping[str, Any]) -> Points:
@@ -194,13 +188,10 @@ def point(line: Mapping[str, Any]) -> Points:
     return []
 
 
-def curve_html(points: Points) -> str:
-    """A curve and its range in words; empty with fewer than two points.
-
-    The words stay where a viewer of notebooks leaves out pictures.
-    """
+def curve(points: Points) -> tuple[str, str] | None:
+    """A curve's range in words, and its points in the picture; None with fewer than two points."""
     if len(points) < 2:
-        return ""
+        return None
     name, values = points[0][0], [value for _, _, value in points]
     left, right, low, high = points[0][1], points[-1][1], min(values), max(values)
     width, span = (right - left) or 1.0, (high - low) or 1.0
@@ -213,13 +204,7 @@ def curve_html(points: Points) -> str:
         f"{name} of steps {short(left)} to {short(right)}: begins at {short(values[0])}, ends at "
         f"{short(values[-1])}; least {short(low)}, greatest {short(high)}"
     )
-    return (
-        f'<svg role="img" aria-label="{safe(words)}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'style="display:block;width:100%;max-width:{_WIDTH}px;border-left:1px solid;'
-        'border-bottom:1px solid;border-color:currentColor">'
-        f'<polyline points="{path}" fill="none" stroke="#4a86e8" stroke-width="2"/></svg>'
-        f"<div><small>{safe(words)}</small></div>"
-    )
+    return words, path
 
 
 def run_html(home: Path, *, status: str, path: Path) -> str:
@@ -234,11 +219,13 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
         for prompt, each in [*answers.items()][:_MOST_SAMPLES]
     ]
     changes = [change.words for change in changes_of(run)]
-    return box(
-        f"<b>{safe(title_of(run.name))}</b>: {safe(status)}, <code>{safe(path)}</code>",
-        f"<div>{safe(what_was_trained(run))}</div>" if run.facts else "",
-        items([*changes, *(f"Look at this: {words}" for words, _ in doubts(run))]),
-        curve_html([p for line in run.train for p in point(line)]),
-        eval_table(run.evals),
-        table(["prompt", "answer before", "answer after"], rows),
+    return render(
+        title=title_of(run.name),
+        status=status,
+        path=path,
+        words=what_was_trained(run) if run.facts else "",
+        items=[*changes, *(f"Look at this: {words}" for words, _ in doubts(run))],
+        curve=curve([p for line in run.train for p in point(line)]),
+        evaluations=eval_table(run.evals),
+        answers=rows,
     )

@@ -42,22 +42,21 @@ def _is_rollout(row: object) -> bool:
     """Whether a row has what every response has; a number may be null, or "nan" and the like."""
     if not isinstance(row, dict):
         return False
-    has_rewards = isinstance(row.get("rewards"), dict) and type(row.get("iteration")) is int
     sequences, media = row.get("earlier_sequences", []), row.get("media", [])
-    for found in (sequences, media):
-        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    rewards = row.get("rewards")
+    if not isinstance(rewards, dict) or type(row.get("iteration")) is not int:
+        return False
+    for rows in (sequences, media):
+        if not isinstance(rows, list) or not all(isinstance(each, dict) for each in rows):
             return False
     texts = [each.get(name) for each in (row, *sequences) for name in ("prompt", "response")]
-    texts.append(row.get("failure", ""))
-    texts += [each.get(name, "") for each in media for name in ("digest", "path")]
+    texts += [row.get("failure", ""), *(m.get(n, "") for m in media for n in ("digest", "path"))]
     numbers = [row.get(name) for name in ("reward", "advantage", "kl", "length")]
-    if not has_rewards or not all(isinstance(text, str) for text in texts):
-        return False
     try:
-        [float(n) for n in (*numbers, *row["rewards"].values()) if n is not None]
+        [float(n) for n in (*numbers, *rewards.values()) if n is not None]
     except (TypeError, ValueError, OverflowError):
         return False
-    return True
+    return all(isinstance(text, str) for text in texts)
 
 
 @dataclass(frozen=True)
@@ -73,28 +72,26 @@ class RolloutQuery:
     limit: int = 20  # responses of the last two
 
 
-def show_rollouts(directory: Path, *, json: bool, **selection: Any) -> None:
-    """Print what a run's ``selection``, fields of :class:`RolloutQuery`, finds.
+def show_rollouts(directory: Path, query: RolloutQuery, *, json: bool) -> None:
+    """Print what a ``query`` finds of a run's responses.
 
     Raises:
         ValueError: if the run kept no responses.
     """
     rows = read_rollouts(directory)
-    selected = select_rollouts(rows, RolloutQuery(**selection))
+    selected = select_rollouts(rows, query)
     if json:
         log_once(json_text.dumps({**_summary(rows), **selected}, ensure_ascii=False))
         return
     lines = [summary_text(rows)]
     for name, chosen in selected.items():
-        lines.append(f"{name}:")
+        lines += [f"{name}:", *([] if chosen else ["  none"])]
         for row in chosen:
             lines.append(f"  {rollout_text(row)}")
             media = [each.get("path") or each.get("digest", "") for each in row.get("media", ())]
             lines += [f"    with {', '.join(media)}"] * bool(media)
             for each in (*row.get("earlier_sequences", ()), row):
                 lines += [f"    {each['prompt']!r}", f"    -> {each['response']!r}"]
-        if not chosen:
-            lines.append("  none")
     log_once("\n".join(lines))
 
 
@@ -108,25 +105,25 @@ def select_rollouts(rows: Sequence[Rollout], query: RolloutQuery) -> dict[str, l
     if text is not None:
         rows = [row for row in rows if text in row["prompt"] or text in row["response"]]
     scored = sorted((row for row in rows if row["reward"] is not None), key=_reward)
-    found: dict[str, list[Rollout]] = {}
+    selected: dict[str, list[Rollout]] = {}
     if query.best:
-        found["best"] = scored[::-1][: query.best]
+        selected["best"] = scored[::-1][: query.best]
     if query.worst:
-        found["worst"] = scored[: query.worst]
+        selected["worst"] = scored[: query.worst]
     if query.changed:
-        found["changed"] = _most_changed(scored, query.changed)
+        selected["changed"] = _most_changed(scored, query.changed)
     if query.failed:
-        found["failed"] = [row for row in rows if row.get("failure")][-query.failed :]
+        selected["failed"] = [row for row in rows if row.get("failure")][-query.failed :]
     if query.prompt is not None:
         own = [row for row in rows if query.prompt in row["prompt"]]
         own.sort(key=lambda row: row["iteration"])
         if len(own) > query.limit:  # at even distances, the first and the last among them
             last = len(own) - 1
             own = [own[n * last // max(1, query.limit - 1)] for n in range(query.limit)]
-        found["prompt"] = own
-    if text is not None and not found:
-        found["contains"] = list(rows[: query.limit])
-    return found
+        selected["prompt"] = own
+    if text is not None and not selected:
+        selected["contains"] = list(rows[: query.limit])
+    return selected
 
 
 def _most_changed(rows: Sequence[Rollout], count: int) -> list[Rollout]:
@@ -135,8 +132,7 @@ def _most_changed(rows: Sequence[Rollout], count: int) -> list[Rollout]:
     for row in rows:
         by_prompt.setdefault(_prompt(row), []).append(row)
     pairs = []
-    for own in by_prompt.values():
-        iterations = _by_iteration(own)
+    for iterations in map(_by_iteration, by_prompt.values()):
         first, last = iterations[min(iterations)], iterations[max(iterations)]
         if first is not last:
             pairs.append((abs(_mean(last) - _mean(first)), first[-1], last[-1]))
@@ -150,10 +146,10 @@ def _prompt(row: Rollout) -> str:
 
 
 def _by_iteration(rows: Sequence[Rollout]) -> dict[int, list[Rollout]]:
-    found: dict[int, list[Rollout]] = {}
+    by_iteration: dict[int, list[Rollout]] = {}
     for row in rows:
-        found.setdefault(row["iteration"], []).append(row)
-    return found
+        by_iteration.setdefault(row["iteration"], []).append(row)
+    return by_iteration
 
 
 def _reward(row: Rollout) -> float:
@@ -197,5 +193,5 @@ def rollout_text(row: Rollout) -> str:
     )
 
 
-def _number(value: Any) -> str:
+def _number(value: str | float | None) -> str:
     return "-" if value is None else f"{float(value):.3g}"

@@ -213,13 +213,13 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def _checkpoints(directory: Path) -> list[tuple[str, int]]:
     """Name and bytes of each directory of a checkpoint."""
-    found = []
+    sizes = []
     for path in sorted(directory.glob("step-*")) if directory.is_dir() else []:
         try:
-            found.append((path.name, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())))
+            sizes.append((path.name, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())))
         except OSError:
             continue  # a run that goes on has just deleted it
-    return found
+    return sizes
 
 
 def read_metrics(directory: Path, kind: str) -> list[dict[str, Any]]:

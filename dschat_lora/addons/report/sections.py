@@ -255,7 +255,7 @@ def memory_table(runs: Sequence[RunData]) -> tuple[list[str], Rows]:
 
 def checkpoints(runs: Sequence[RunData]) -> list[tuple[str, str]]:
     """Of each run how many checkpoints were saved, and which are on the disk."""
-    found = []
+    rows = []
     for run in runs:
         saved = run.part("checkpoints")
         if not saved and not run.checkpoints:
@@ -269,8 +269,8 @@ def checkpoints(runs: Sequence[RunData]) -> list[tuple[str, str]]:
         words += [f"at most {limit} are kept"] if isinstance(limit, int) and limit else []
         resumed = run.facts.get("resumed")
         words += [f"resumed {len(resumed)} times"] if isinstance(resumed, list) else []
-        found.append((title_of(run), "; ".join(words)))
-    return found
+        rows.append((title_of(run), "; ".join(words)))
+    return rows
 
 
 def answers(runs: Sequence[RunData]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -313,17 +313,17 @@ def selected_rollouts(run: RunData) -> dict[str, Versions]:
     Prompts are texts with thumbnails, made by an add-on, of what is beside them.
     """
     query = RolloutQuery(best=SHOWN_ROLLOUTS, worst=SHOWN_ROLLOUTS, changed=SHOWN_ROLLOUTS)
-    found: dict[str, Versions] = {}
+    by_title: dict[str, Versions] = {}
     selected = select_rollouts(run.rollouts, query)
     media = [row.get("media", []) for rows in selected.values() for row in rows]
     made = [load(path)(media, run.config) for path in provided("thumbnails").values()]
     shown = iter([*made, [()] * len(media)][0])
     for selection, rows in selected.items():
-        by_prompt = found.setdefault(ROLLOUT_TITLES[selection], {})
+        by_prompt = by_title.setdefault(ROLLOUT_TITLES[selection], {})
         for row in rows:
             version = (rollout_text(row), row["response"])
             by_prompt.setdefault((row["prompt"], next(shown)), []).append(version)
-    return found
+    return by_title
 
 
 def cut(text: str, most: int) -> str:
@@ -362,7 +362,7 @@ def rollout_data(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 def _rounded(value: object) -> float | None:
     """Four digits; None for what is no finite number."""
     try:
-        found = float(f"{float(str(value)):.4g}")
+        rounded = float(f"{float(str(value)):.4g}")
     except ValueError:
         return None
-    return found if abs(found) < 1e300 else None
+    return rounded if abs(rounded) < 1e300 else None

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dschat_lora.addons.report.html import FILE, render_report
-from dschat_lora.addons.report.rollouts import show_rollouts
+from dschat_lora.addons.report.rollouts import RolloutQuery, show_rollouts
 from dschat_lora.addons.report.run_data import read_runs
 from dschat_lora.api.process import on_first_process, run_in_process
 from dschat_lora.config.parser import Parser
@@ -67,7 +67,8 @@ def rollouts(argv: list[str]) -> None:
             raise ValueError(f"--{name} must be >= 0, got {chosen[name]}")
     if not any(chosen[name] for name in (*numbers, "contains", "prompt")):
         chosen |= {"best": 3, "worst": 3}
-    show_rollouts(Path(chosen.pop("run")), **chosen)
+    home, in_json = Path(chosen.pop("run")), chosen.pop("json")
+    show_rollouts(home, RolloutQuery(**chosen), json=in_json)
 
 
 def write_page(home: Path) -> Path:

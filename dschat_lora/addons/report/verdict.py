@@ -87,7 +87,7 @@ def what_was_trained(run: RunData) -> str:
 
 def changes_of(run: RunData) -> list[Change]:
     """What the first and the last evaluation say of each result."""
-    found = []
+    changes = []
     for name, words, better, share in _RESULTS:
         lines = [line for line in run.evals if not math.isnan(number(line.get(name)))]
         if len(lines) < 2:
@@ -107,8 +107,8 @@ def changes_of(run: RunData) -> list[Change]:
             for value, each in zip((before, after), errors, strict=True)
         )
         how = "" if math.isnan(error) or not error else f", {abs(gain) / error:.1f} standard errors"
-        found.append(Change(f"{words} {verb} from {first} to {last}{how}.", outcome))
-    return found
+        changes.append(Change(f"{words} {verb} from {first} to {last}{how}.", outcome))
+    return changes
 
 
 def _with_error(value: float, error: float) -> str:
@@ -133,16 +133,16 @@ def cost(run: RunData) -> str:
 
 def doubts(run: RunData) -> list[tuple[str, str]]:
     """What looks wrong and what to do, with where it was seen; of each text once."""
-    found: dict[str, list[str]] = {note: [] for note in run.notes}
+    steps_of: dict[str, list[str]] = {note: [] for note in run.notes}
     if run.status not in ("finished", "running", "unknown"):
-        found[f"The run ended so: {run.status}"] = []
+        steps_of[f"The run ended so: {run.status}"] = []
     for line in run.events:
         text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
         text = text.removeprefix("warning: ")
-        found.setdefault(text, []).append(value_text(line.get("step", "?")))
-    found |= {text: [] for text in (*_of_training(run), *_of_data(run))}
+        steps_of.setdefault(text, []).append(value_text(line.get("step", "?")))
+    steps_of |= {text: [] for text in (*_of_training(run), *_of_data(run))}
     rows = []
-    for text, steps in found.items():
+    for text, steps in steps_of.items():
         more = f", ... ({len(steps):,} times)" if len(steps) > 5 else ""
         where = f"step {', '.join(steps[:5])}{more}" if steps else ""
         rows.append((text[:1].upper() + text[1:], where))
@@ -152,41 +152,41 @@ def doubts(run: RunData) -> list[tuple[str, str]]:
 
 def _of_training(run: RunData) -> list[str]:
     """Signs in the curves that nothing warned of while they were drawn."""
-    found = []
+    doubts = []
     losses = [(number(e.get("loss")), number(e.get("step"))) for e in run.evals]
     losses = [each for each in losses if not math.isnan(each[0] + each[1])]
     if len(losses) > 2 and losses[-1][0] > (low := min(losses))[0] * 1.02 and low[0] > 0:
-        found.append(
+        doubts.append(
             f"held-out loss was lowest, {short(low[0])}, at step {short(low[1])} and is "
             f"{short(losses[-1][0])} at the end: later steps memorize the training data; train "
             "fewer steps, or at a lower learning rate"
         )
     if skipped := sum(line.get("skipped") is True for line in run.train):
-        found.append(
+        doubts.append(
             f"{skipped:,} steps changed no weight because the gradient was not finite: lower the "
             "learning rate, or use --dtype bf16"
         )
     cut = [number(line.get("truncated_fraction")) for line in run.train[-5:]]
     if cut and (share := sum(cut) / len(cut)) > 0.3:
-        found.append(
+        doubts.append(
             f"{share:.0%} of the last responses are cut off: raise --max_answer_seq_len, or "
             "--missing_eos_penalty if answers should be short"
         )
-    return found
+    return doubts
 
 
 def _of_data(run: RunData) -> list[str]:
     audit = run.audit
-    rows, found = amount(audit.get("train_rows")), []
+    rows, doubts = amount(audit.get("train_rows")), []
     names = ("dropped_rows", "partly_dropped_rows", "truncated_rows")
     cut = sum(amount(audit.get(name)) for name in names)
     if rows and cut > 0.1 * rows:
-        found.append(
+        doubts.append(
             f"{cut:,.0f} of {rows:,.0f} training rows were dropped or cut at "
             f"{short(number(audit.get('max_seq_len')))} tokens: raise the limit, or shorten them"
         )
     if bad := amount(audit.get("bad_rows")):
-        found.append(f"{bad:,.0f} rows could not be used: see Data")
+        doubts.append(f"{bad:,.0f} rows could not be used: see Data")
     if rows and not amount(audit.get("eval_samples")):
-        found.append("no row is held out, so nothing tells learning from memorizing")
-    return found
+        doubts.append("no row is held out, so nothing tells learning from memorizing")
+    return doubts

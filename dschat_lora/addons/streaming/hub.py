@@ -22,8 +22,8 @@ def with_large_hub_data_streamed(config: Any) -> Any:
     if config.checkpoint or "streaming" in config.given or not hub:
         return config
     try:
-        found = with_options(config, {"streaming": True})
-        streamed = found.addons.streaming.before_data(found)
+        asked = with_options(config, {"streaming": True})
+        streamed = asked.addons.streaming.before_data(asked)
     except ValueError:
         return config
     counted = on_rank_zero(lambda: sum(map(known_rows, hub)))

@@ -5,7 +5,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from queue import Full, Queue
 from threading import Event, Thread
@@ -15,7 +16,6 @@ import numpy as np
 
 from dschat_lora.addons.streaming.stream import (
     MAX_EXAMPLES,
-    Block,
     ChunkReader,
     Pool,
     find_shards,
@@ -25,25 +25,19 @@ from dschat_lora.algos.seeds import permutation, stream_seed
 from dschat_lora.config.data import DataConfig, mixture_shares
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import Tokenizer, make_encoder
-from dschat_lora.data.loader import (
-    PackedRow,
-    PackedRows,
-    SampleCounts,
-    SampleSources,
-    StepLoader,
-    Window,
-)
+from dschat_lora.data.loader import SampleSources, StepLoader, Window
+from dschat_lora.data.packing import PackedRow, PackedRows, SampleCounts
 from dschat_lora.data.prepare import num_workers, source_names, token_rule
 from dschat_lora.data.record_files import RowReader
+from dschat_lora.data.row_arrays import Indices
 from dschat_lora.data.rows import DataKind, config_sources, row_options
+from dschat_lora.data.samples import SourcedSamples, TokenSet, read_table
 from dschat_lora.data.sources import StreamError
 
 POLL = 0.1  # seconds between two looks at whether reading is to end
 PATIENCE = 10  # seconds in which it does, unless a read hangs
 # The rows of samples with these counts, by a seed: of ``TokenBudget.groups`` or ``make_rows``.
 Packer = Callable[[SampleCounts, int], PackedRows]
-# Rows with their blocks, and the passes over each pool up to the last of them.
-Taken = tuple[list[tuple[Block, PackedRow]], dict[str, float]]
 
 
 def describe_sources(config: DataConfig) -> str:
@@ -57,6 +51,37 @@ def describe_sources(config: DataConfig) -> str:
         + [config.mixture_temperature, config.tail.shuffle_buffer_size]
     )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class StreamBlock:
+    """Samples that are shuffled and packed together."""
+
+    samples: TokenSet
+    sources: Indices  # (n,) number of each sample's source
+    start: dict[str, Any]  # from where it is read again
+    passes: dict[str, tuple[float, float]]  # over each pool, before it and after it
+    over: list[str]  # pools that give nothing after it
+    unused: dict[str, int]  # rows that are not used, by reason
+    bad: list[str]  # some of those that cannot be
+    ends_epoch: bool
+    ends_stream: bool
+
+    @cached_property
+    def sourced(self) -> SourcedSamples:
+        """The samples with the numbers of their sources."""
+        return SourcedSamples(self.samples, self.sources)
+
+    @classmethod
+    def decode(cls, content: bytes, kind: DataKind) -> "StreamBlock":
+        """The block that :func:`read_blocks` gives as bytes."""
+        (columns,), notes = read_table(content)
+        sources = columns.pop("source").values.astype(np.int64)
+        return cls(TokenSet([columns], kind), sources, **json.loads(notes[b"block"]))
+
+
+# Rows with their blocks, and the passes over each pool up to the last of them.
+Taken = tuple[list[tuple[StreamBlock, PackedRow]], dict[str, float]]
 
 
 class Stream:
@@ -123,10 +148,10 @@ class Stream:
         Raises:
             ValueError: if rows cannot be read or used.
         """
-        found = self._queue.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def close(self) -> None:
         """End the thread and its processes."""
@@ -186,7 +211,7 @@ class StreamedRows:
         #: whether the rows that were taken last are the last ones that the data gives
         self.has_ended = False
 
-    def rows_of(self, block: Block) -> Sequence[PackedRow]:
+    def rows_of(self, block: StreamBlock) -> Sequence[PackedRow]:
         """The block's rows as samples' numbers, in the order in which they are taken."""
         raise NotImplementedError
 
@@ -205,11 +230,11 @@ class StreamedRows:
         """
         state = self._state
         self._stream.begin(state["start"])
-        block: Block | None = None
+        block: StreamBlock | None = None
         rows: Sequence[PackedRow] = ()
         used, is_known = state["used"], state["start"] is not None
         while not self.has_ended:
-            members: list[tuple[Block, PackedRow]] = []
+            members: list[tuple[StreamBlock, PackedRow]] = []
             before = self._state
             while len(members) < self._taken:
                 if block is None or used == len(rows):
@@ -218,7 +243,7 @@ class StreamedRows:
                             break
                         used, is_known = 0, False
                     try:
-                        block = Block.decode(self._stream.next(), self._kind)
+                        block = StreamBlock.decode(self._stream.next(), self._kind)
                     except StreamError:  # the run goes on from before these rows
                         self._state = before
                         raise
@@ -237,7 +262,7 @@ class StreamedRows:
             passes = block.passes.items()
             yield members, {name: old + share * (new - old) for name, (old, new) in passes}
 
-    def _tell(self, block: Block) -> None:
+    def _tell(self, block: StreamBlock) -> None:
         """Count and say what is to be known of a block besides its samples."""
         unused = self._state["unused"]
         self._state = {**self._state, "unused": unused + Counter(block.unused)}
@@ -252,7 +277,7 @@ class StreamedRows:
                 self._say(f"  note         {name} was read {often} and is read again")
 
 
-def block_seed(block: Block, seed: int) -> int:
+def block_seed(block: StreamBlock, seed: int) -> int:
     """That of a block: a block that is a whole epoch is what the files give, once prepared."""
     number = block.start["block"]
     return stream_seed("block", seed, number) if number else seed
@@ -289,7 +314,7 @@ class StreamLoader(StreamedRows):
         self._options = {**options, "seed": seed}
         self.steps_per_epoch = steps  # as the length of a pass is not known
 
-    def rows_of(self, block: Block) -> Sequence[PackedRow]:
+    def rows_of(self, block: StreamBlock) -> Sequence[PackedRow]:
         seed = block_seed(block, self._seed)
         rows = self._pack(self._options["collate"].counts(block.samples), seed)
         order = permutation(len(rows), "epoch", seed, block.start["epoch"])
@@ -305,7 +330,7 @@ class StreamLoader(StreamedRows):
             yield self._window(members, passes)
 
     def _window(
-        self, members: Sequence[tuple[Block, PackedRow]], passes: Mapping[str, float]
+        self, members: Sequence[tuple[StreamBlock, PackedRow]], passes: Mapping[str, float]
     ) -> Window:
         """This rank's micro-batches of these rows."""
         blocks = list(dict.fromkeys(block for block, _ in members))

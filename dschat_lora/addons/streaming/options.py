@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from dschat_lora.addons.streaming.loader import StreamLoader
     from dschat_lora.addons.streaming.prompts import PromptStream
     from dschat_lora.data.sources import DataSource
+    from dschat_lora.runtime.run import OpenRun
+    from dschat_lora.supervised.batching import BatchLayout
+    from dschat_lora.supervised.setup import SupervisedSetup
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class StreamingOptions:
 
         return " ".join(map(describe_sources, filter(None, data)))
 
-    def loader(self, setup: Any, layout: Any) -> "StreamLoader":
+    def loader(self, setup: "SupervisedSetup", layout: "BatchLayout") -> "StreamLoader":
         from dschat_lora.addons.streaming.runs import make_loader
 
         return make_loader(setup, layout)
@@ -103,7 +106,9 @@ class StreamingOptions:
 
         return make_source(*args, **how)
 
-    def record(self, run: Any, state: dict[str, Any], *, has_ended: bool, step: int) -> None:
+    def record(
+        self, run: "OpenRun[Any]", state: dict[str, Any], *, has_ended: bool, step: int
+    ) -> None:
         """Record what was read, and say where the data ended before the run."""
         run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
         if has_ended and step < run.config.optim.max_steps:

@@ -4,10 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dschat_lora.addons.streaming.loader import Blocks, StreamedRows, Taken, block_seed
-from dschat_lora.addons.streaming.stream import Block as StreamBlock
+from dschat_lora.addons.streaming.loader import (
+    Blocks,
+    StreamBlock,
+    StreamedRows,
+    Taken,
+    block_seed,
+)
 from dschat_lora.algos.seeds import permutation
-from dschat_lora.data.loader import PackedRow
+from dschat_lora.data.packing import PackedRow
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import PromptSample, SequenceSample
 from dschat_lora.rl.draw.source import Block, Pool
@@ -58,21 +63,21 @@ class PromptStream(StreamedRows):
 
     @property
     def end(self) -> int | None:
-        found: int | None = self._state["end"]
-        return found
+        end: int | None = self._state["end"]
+        return end
 
     def size(self, iteration: int) -> int:
         return int(self._state["short"].get(iteration, self.per_iteration))
 
     def sizes(self, iteration: int) -> Mapping[int, int]:
-        found = Counter(size for n, size in self._state["short"].items() if n < iteration)
-        found[self.per_iteration] += iteration - found.total()
-        return found
+        sizes = Counter(size for n, size in self._state["short"].items() if n < iteration)
+        sizes[self.per_iteration] += iteration - sizes.total()
+        return sizes
 
     def passes(self, iteration: int) -> dict[str, float]:
-        found: dict[str, float] = self._before(iteration)["passes"]
-        by_name = {f"epochs/{name}": value for name, value in found.items()}
-        return {"epoch": min(found.values(), default=0.0), **(by_name if len(found) > 1 else {})}
+        passes: dict[str, float] = self._before(iteration)["passes"]
+        by_name = {f"epochs/{name}": value for name, value in passes.items()}
+        return {"epoch": min(passes.values(), default=0.0), **(by_name if len(passes) > 1 else {})}
 
     def _before(self, iteration: int) -> dict[str, Any]:
         return self._read[iteration][0] if iteration in self._read else self._state

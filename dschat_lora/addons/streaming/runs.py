@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.streaming.loader import Stream, StreamLoader
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.loader import PackedRows, SampleCounts, make_rows, told_sources
+from dschat_lora.data.loader import sources_in_metrics
+from dschat_lora.data.packing import PackedRows, SampleCounts, make_rows
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.sources import StreamError
@@ -63,15 +64,15 @@ class SharedStream:
         Raises:
             StreamError: on every rank, if rows cannot be read or used.
         """
-        found, error = b"", ""
+        content, error = b"", ""
         if self._own is not None:
             try:
-                found = self._own.next()
+                content = self._own.next()
             except (ValueError, OSError) as problem:
                 error = str(problem)
         if error := broadcast_string(error):
             raise StreamError(error)
-        return broadcast_bytes(found, 0) if world_size() > 1 else found
+        return broadcast_bytes(content, 0) if world_size() > 1 else content
 
 
 def make_loader(setup: SupervisedSetup, layout: BatchLayout) -> StreamLoader:
@@ -95,7 +96,7 @@ def make_loader(setup: SupervisedSetup, layout: BatchLayout) -> StreamLoader:
         pack=pack,
         steps=config.optim.max_steps,
         taken=step_rows if budget is None else budget.groups_per_step,
-        names=told_sources(data, setup.data),
+        names=sources_in_metrics(data, setup.data),
         kind=setup.kind,
         say=say,
         **options,

@@ -5,8 +5,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import chain, islice
+from functools import cache, partial
+from itertools import chain, islice, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -29,14 +29,10 @@ from dschat_lora.data.readers import (
 from dschat_lora.data.record_files import BYTES_PER_FILE, RowCounts, RowReader
 from dschat_lora.data.records import TextRecord, answers_of, row_digest, text_digest
 from dschat_lora.data.row_arrays import Indices
-from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import (
     COLUMNS,
     AnySample,
     Column,
-    SourcedSamples,
-    TokenSet,
-    read_table,
     write_table,
 )
 from dschat_lora.data.sources import DataSource, StreamError, data_suffix, kind_of_file
@@ -49,14 +45,11 @@ if TYPE_CHECKING:
 
 ROWS_PER_CHUNK = 256  # that a worker tokenises at a time
 WAITS = (1.0, 2.0, 4.0)  # seconds before a shard that cannot be read is tried again
-
 MAX_EXAMPLES = 5  # bad rows of a block that are quoted
 # Why rows are not used, besides what is wrong with bad ones.
-FATES = NOT_LEARNT, HELD_OUT, TOO_LONG, ONE_PROMPT = (
-    *("not learnt", "held out", "too long"),
-    "of one prompt alone",
-)
-
+NOT_LEARNT, HELD_OUT, TOO_LONG = "not learnt", "held out", "too long"
+ONE_PROMPT = "of one prompt alone"
+FATES = NOT_LEARNT, HELD_OUT, TOO_LONG, ONE_PROMPT
 
 Placed = tuple[RawRow | Line, Place]  # a row, and the place after it
 
@@ -72,7 +65,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
+class DataShard:
     """A file, a shard of a hub data set, or rows of a Python program."""
 
     name: str
@@ -83,12 +76,8 @@ class Shard:
 
     def share_before(self, place: Place) -> float:
         """The share of it that is before a place; 0 where its size is not known."""
-        sizes = self._end if place.row else START
+        sizes = self.find_end() if place.row else START
         return max(min(1.0, at / n) if n else 0.0 for at, n in zip(place, sizes, strict=True))
-
-    @cached_property
-    def _end(self) -> Place:
-        return self.find_end()
 
     def read(self, start: Place) -> Iterator[Placed]:
         """Its rows from ``start`` on, each with the place after it.
@@ -98,6 +87,10 @@ class Shard:
         Raises:
             StreamError: if it cannot be read for all that, or a row is too large.
         """
+        from huggingface_hub.utils import httpx  # whichever of its versions it is built on
+
+        # What reading a damaged file, or one of a server, raises.
+        errors = OSError, ValueError, RuntimeError, EOFError, httpx.HTTPError
         failures = 0
         while True:
             try:
@@ -107,7 +100,7 @@ class Shard:
                 return
             except RowError as error:
                 raise StreamError(str(error)) from error
-            except _failures() as error:
+            except errors as error:
                 if failures == len(WAITS):
                     reason = str(error).strip().split("\n")[0]
                     raise StreamError(
@@ -118,47 +111,37 @@ class Shard:
             failures += 1
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    """What reading a damaged file, or one of a server, raises."""
-    from huggingface_hub.utils import httpx  # whichever of its versions that package is built on
-
-    return OSError, ValueError, RuntimeError, EOFError, httpx.HTTPError
-
-
-def find_shards(sources: Sequence[DataSource], numbers: Sequence[int]) -> list[Shard]:
+def find_shards(sources: Sequence[DataSource], numbers: Sequence[int]) -> list[DataShard]:
     """The shards of these of the sources, in order."""
-    shards: list[Shard] = []
+    parts = [(number, part) for number in numbers for part in _parts_of(sources[number])]
+    return [
+        DataShard(name, source, number, rows_from, cache(find_end))
+        for number, (source, (name, rows_from, find_end)) in enumerate(parts)
+    ]
 
-    def add(
-        name: str,
-        source: int,
-        rows_from: Callable[[Place], Iterable[Placed]],
-        find_end: Callable[[], Place] = lambda: START,
-    ) -> None:
-        shards.append(Shard(name, source, len(shards), rows_from, find_end))
 
-    for number in numbers:
-        source = sources[number]
-        if source.most is not None or source.rows is not None:
-            find_end = partial(_end_of_source, source)
-            add(source.name, number, partial(_whole_source, source), find_end)
-            continue
-        for file in source.files:
-            add(str(file), number, partial(_file, file), partial(_end_of_file, file))
-        if source.hub_name is not None:
-            whole = cast("IterableDataset", load_hub(source, streaming=True))
-            for index in range(whole.num_shards):
-                name = f"{source.hub_name}, shard {index + 1}"
-                add(name, number, partial(_hub_shard, name, whole, index))
-    return shards
+def _parts_of(
+    source: DataSource,
+) -> Iterator[tuple[str, Callable[[Place], Iterable[Placed]], Callable[[], Place]]]:
+    """Name, reader and end of each shard of a source."""
+    if source.most is not None or source.rows is not None:
+
+        def whole_source(start: Place) -> Iterator[Placed]:
+            return _counted(islice(iter_unread(source), start.row, None), start)
+
+        yield source.name, whole_source, partial(_end_of_source, source)
+        return
+    for file in source.files:
+        yield str(file), partial(_file, file), partial(_end_of_file, file)
+    if source.hub_name is not None:
+        whole = cast("IterableDataset", load_hub(source, streaming=True))
+        for index in range(whole.num_shards):
+            name = f"{source.hub_name}, shard {index + 1}"
+            yield name, partial(_hub_shard, name, whole, index), lambda: START
 
 
 def _counted(rows: Iterable[RawRow | Line], start: Place) -> Iterator[Placed]:
     return ((row, Place(number)) for number, row in enumerate(rows, start.row + 1))
-
-
-def _whole_source(source: DataSource, start: Place) -> Iterator[Placed]:
-    return _counted(islice(iter_unread(source), start.row, None), start)
 
 
 def _end_of_source(source: DataSource) -> Place:
@@ -231,24 +214,26 @@ class ChunkReader:
             return [each.samples for each in tokenize(chunk, self.encoder, self.rule)]
         if not chunk.rows:
             return [StreamedRow((), chunk.source, (), chunk.after[0], ends_pass=True)]
-        made, kept = [], []
-        for row, after in zip(chunk.rows, chunk.after, strict=True):
+        kept, fates = [], []
+        for row in chunk.rows:
             counts = RowCounts()
             records, prompt = self.reader.records(row.read(), counts)
             fate = counts.examples[0] if counts.examples else NOT_LEARNT
             if records and self.left_out & {row_digest(records, self.reader.kind), prompt}:
                 records, fate = (), HELD_OUT
             kept.append(records)
-            key = (after.epoch, chunk.shard, after.row)
-            made.append(StreamedRow(key, chunk.source, (), after, fate))
+            fates.append(fate)
+        samples: list[Sequence[AnySample | TextRecord]]
         if self.reader.kind == "unpaired":
-            return [r._replace(samples=answers_of(*own)) for r, own in zip(made, kept, strict=True)]
-        found = iter(tokenize([r for records in kept for r in records], self.encoder, self.rule))
-        for place, records in enumerate(kept):
-            samples = [each for _ in records for each in next(found).samples]
-            if records:
-                made[place] = made[place]._replace(samples=samples, fate=TOO_LONG)
-        return made
+            samples = [answers_of(*records) for records in kept]
+        else:
+            results = iter(tokenize([*chain.from_iterable(kept)], self.encoder, self.rule))
+            samples = [[s for _ in records for s in next(results).samples] for records in kept]
+            fates = [TOO_LONG if own else fate for own, fate in zip(kept, fates, strict=True)]
+        return [
+            StreamedRow((after.epoch, chunk.shard, after.row), chunk.source, own, after, fate)
+            for own, after, fate in zip(samples, chunk.after, fates, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -257,7 +242,7 @@ class Pool:
 
     number: int
     name: str
-    shards: Sequence[Shard]
+    shards: Sequence[DataShard]
     seed: int
     share: float = 1.0
     passes: int = 0  # most of them; 0: no bound
@@ -282,10 +267,10 @@ class Pool:
             position = Position(position.epoch + 1)
             yield Chunk(self.shards[0].source, 0, [], [position])
 
-    def _chunks_of(self, shard: Shard, position: Position) -> Iterator[Chunk]:
+    def _chunks_of(self, shard: DataShard, position: Position) -> Iterator[Chunk]:
         unread: list[RawRow | Line] = []
         after: list[Position] = []
-        size = 0
+        size, failure = 0, None
         try:
             for row, place in shard.read(Place(position.row, position.byte)):
                 position = position._replace(row=place.row, byte=place.byte, rows=position.rows + 1)
@@ -295,12 +280,12 @@ class Pool:
                 if len(unread) == ROWS_PER_CHUNK or size >= BYTES_PER_FILE:
                     yield Chunk(shard.source, shard.number, unread, after)
                     unread, after, size = [], [], 0
-        except StreamError:
-            if unread:
-                yield Chunk(shard.source, shard.number, unread, after)
-            raise
+        except StreamError as error:
+            failure = error
         if unread:
             yield Chunk(shard.source, shard.number, unread, after)
+        if failure is not None:
+            raise failure
 
     def _order(self, epoch: int) -> Indices:
         return permutation(len(self.shards), "shards", self.seed, self.number, epoch)
@@ -318,18 +303,6 @@ class Mixed(NamedTuple):
     positions: tuple[Position, ...]
     drawn: tuple[int, ...]  # rows since the last pool ended
     ended: tuple[bool, ...]
-
-    @classmethod
-    def start(cls, pools: Sequence[Pool]) -> "Mixed":
-        """Nothing is read yet."""
-        size = len(pools)
-        return cls((Position(),) * size, (0,) * size, (False,) * size)
-
-    @classmethod
-    def of(cls, values: Any) -> "Mixed":
-        """The one that became JSON."""
-        positions, drawn, ended = values
-        return cls(tuple(Position(*each) for each in positions), tuple(drawn), tuple(ended))
 
 
 def next_pool(shares: Sequence[float], drawn: Sequence[int], ended: Sequence[bool]) -> int:
@@ -357,9 +330,8 @@ class Mixture:
         """The next row to use, or end of a pass of a single pool; None if all have ended."""
         if self._next is None:
             self._next = self._find()
-        rows = self._next[0]
-        last = rows[-1] if rows else None
-        return last if last and (last.samples or last.ends_pass) else None
+        last = self._next[0][-1:]
+        return last[0] if last and (last[0].samples or last[0].ends_pass) else None
 
     def take(self) -> list[StreamedRow]:
         """Rows up to the next one, which is the last of them; the others are not used."""
@@ -394,33 +366,6 @@ class Mixture:
         return seen, at
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Samples that are shuffled and packed together."""
-
-    samples: TokenSet
-    sources: Indices  # (n,) number of each sample's source
-    start: dict[str, Any]  # from where it is read again
-    passes: dict[str, tuple[float, float]]  # over each pool, before it and after it
-    over: list[str]  # pools that give nothing after it
-    unused: dict[str, int]  # rows that are not used, by reason
-    bad: list[str]  # some of those that cannot be
-    ends_epoch: bool
-    ends_stream: bool
-
-    @cached_property
-    def sourced(self) -> SourcedSamples:
-        """The samples with the numbers of their sources."""
-        return SourcedSamples(self.samples, self.sources)
-
-    @classmethod
-    def decode(cls, content: bytes, kind: DataKind) -> "Block":
-        """The block that :func:`read_blocks` gives as bytes."""
-        (columns,), notes = read_table(content)
-        sources = columns.pop("source").values.astype(np.int64)
-        return cls(TokenSet([columns], kind), sources, **json.loads(notes[b"block"]))
-
-
 def take_block(mixture: Mixture, size: int) -> tuple[list[StreamedRow], list[StreamedRow], bool]:
     """Up to ``size`` rows, those that are not used, and whether a pass of a single pool ends."""
     taken: list[StreamedRow] = []
@@ -453,13 +398,13 @@ def _with_mismatched(
     others = mismatched(np.array(prompts, "S16"), seed=seed).tolist()
     if min(others) < 0:
         return [row._replace(samples=(), fate=ONE_PROMPT) for row in rows]
-    texts = [records[number].completion for number in others]
-    whole = [r._replace(mismatched=text) for r, text in zip(records, texts, strict=True)]
+    pairs = zip(records, others, strict=True)
+    whole = [each._replace(mismatched=records[other].completion) for each, other in pairs]
     starts = range(0, len(whole), ROWS_PER_CHUNK)
     chunks = tokenized(whole[start : start + ROWS_PER_CHUNK] for start in starts)
-    found = chain.from_iterable(chunks)
+    own = chain.from_iterable(chunks)
     return [
-        row._replace(samples=[each for _ in row.samples for each in next(found)], fate=TOO_LONG)
+        row._replace(samples=[each for _ in row.samples for each in next(own)], fate=TOO_LONG)
         for row in rows
     ]
 
@@ -472,7 +417,7 @@ def read_blocks(
     size: int,
     workers: int,
 ) -> Generator[bytes, None, None]:
-    """Blocks of ``size`` rows from ``start`` on, each as :meth:`Block.decode` reads it.
+    """Blocks of ``size`` rows from ``start`` on, the bytes of a ``StreamBlock``.
 
     Of a single pool a block ends with a pass too. Within a block rows are in the order of the
     files, so that one that holds a whole pass is what preparing the files gives.
@@ -481,9 +426,11 @@ def read_blocks(
         ValueError: if rows cannot be read or used.
     """
     kind = reader.rule.kind
-    at, epoch, number = Mixed.start(pools), 0, 0
+    count, epoch, number = len(pools), 0, 0
+    at = Mixed((Position(),) * count, (0,) * count, (False,) * count)
     if start is not None:
-        at, epoch, number = Mixed.of(start["at"]), start["epoch"], start["block"]
+        (positions, drawn, ended), epoch, number = start["at"], start["epoch"], start["block"]
+        at = Mixed(tuple(starmap(Position, positions)), tuple(drawn), tuple(ended))
     with ordered_map(reader, workers=workers) as mapped:
         rows = [
             (row for made in mapped(pool.chunks(position)) for row in made)
@@ -521,9 +468,11 @@ def read_blocks(
             epoch, number = (epoch + 1, 0) if ends_epoch else (epoch, number + 1)
             samples = [(row.source, each) for row in taken for each in row.samples]
             types = {**COLUMNS[kind], "source": pa.int32()}
-            values = {name: [getattr(each, name) for _, each in samples] for name in COLUMNS[kind]}
-            values["source"] = [source for source, _ in samples]
-            columns = {name: Column.of(own, types[name]) for name, own in values.items()}
+            columns = {
+                name: Column.of([getattr(each, name) for _, each in samples], types[name])
+                for name in COLUMNS[kind]
+            }
+            columns["source"] = Column.of([source for source, _ in samples], types["source"])
             content = pa.BufferOutputStream()
             write_table(content, [columns], types, {"block": json.dumps(notes).encode()})
             yield content.getvalue().to_pybytes()

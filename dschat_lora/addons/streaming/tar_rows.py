@@ -72,13 +72,13 @@ def _add(values: dict[str, Any], member: tarfile.TarInfo, file: IO[bytes]) -> No
     extension = _parts(member)[1]
     if column := _MEDIA.get(extension.rpartition(".")[2]):
         # A picture as the parts of Parquet have it; of others it is enough to refuse the row.
-        found = {"bytes": file.read(), "path": member.name} if column == "images" else member.name
-        values.setdefault(column, []).append(found)
+        value = {"bytes": file.read(), "path": member.name} if column == "images" else member.name
+        values.setdefault(column, []).append(value)
     elif extension == "json":
-        found = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=json_object)
-        if not isinstance(found, dict):
+        value = json.loads(file.read().decode("utf-8-sig"), object_pairs_hook=json_object)
+        if not isinstance(value, dict):
             raise ValueError("it is not a JSON object")
-        values.update(found)
+        values.update(value)
     elif extension in ("txt", "text"):
         values["text"] = file.read().decode("utf-8-sig")
     else:

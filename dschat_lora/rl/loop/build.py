@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.config.addons import groups_of
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.loader import Loader, StepLoader, make_rows
+from dschat_lora.data.loader import Loader, StepLoader
+from dschat_lora.data.packing import make_rows
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import data_rank, data_world_size, rank
 from dschat_lora.generation.stops import end_of_text, stop_ids

@@ -8,7 +8,7 @@ import numpy as np
 
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
-from dschat_lora.data.loader import Tail, sample_sources, told_sources
+from dschat_lora.data.loader import Tail, sample_sources, sources_in_metrics
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.data.rows import DataKind
 from dschat_lora.data.samples import PromptSample, SourcedSamples
@@ -37,7 +37,7 @@ class RolloutSampler:
     ) -> None:
         self._setup, self._config, self._generator = setup, setup.config, generator
         self.progress, self.timer = progress, timer
-        self._told = told_sources(setup.config.data.data, setup.data.prompts)
+        self._told = sources_in_metrics(setup.config.data.data, setup.data.prompts)
         config, batch, now = setup.config, setup.config.batch, lambda: progress.iteration
         self.schedule = make_rlhf_schedule(setup, now)
         self.source, self._answers = self.schedule.source, None
@@ -153,7 +153,7 @@ def _source(
         how: dict[str, Any] = {"per_iteration": per_iteration, "iteration": iteration, "kind": kind}
         source: Source = tail.source(setup, data, prepared, **how)
         return source
-    count, told = len(prepared.train), told_sources(config.data.data, setup.data.prompts)
+    count, told = len(prepared.train), sources_in_metrics(config.data.data, setup.data.prompts)
     numbers = sample_sources(prepared, told).numbers if told else np.zeros(count, np.int64)
     samples = SourcedSamples(prepared.train, numbers)
     times = {name: prepared.times[name] for name in told}

@@ -14,7 +14,7 @@ from torch import Tensor
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.algos.segments import Sizes, Spans, to_device
 from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
-from dschat_lora.data.loader import cut_evenly
+from dschat_lora.data.packing import cut_evenly
 from dschat_lora.engine.distributed import data_rank, data_world_size, gather_over_ranks
 from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.rl.response.response import Response

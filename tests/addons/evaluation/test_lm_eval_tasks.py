@@ -11,7 +11,7 @@ from api.programs import ROWS
 from dschat_lora.addons.evaluation.config import EvalConfig
 from dschat_lora.addons.evaluation.measure import show_measures
 from dschat_lora.assets import BUNDLED_DATA, BUNDLED_MODEL
-from helpers.step1 import checked, metrics, write_jsonl
+from helpers.step1 import metrics, write_jsonl
 
 HEAD = """task: {name}
 dataset_path: json
@@ -146,19 +146,6 @@ def test_processes_share_the_questions(run, tasks, launcher, tmp_path, stage):
     assert found[0]["toy_rolling bits_per_byte"] != tasks_of(line)["toy_rolling bits_per_byte"]
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("--eval_tasks_limit", 4), "--eval_tasks_limit 4 is for --eval_tasks"),
-        (("--eval_tasks", "t", "--zero_stage", 3), "--zero_stage must be at most 2, got 3"),
-    ],
-)
-def test_tasks_that_cannot_be_measured_in_training_are_refused(argv, message, first_rows):
-    with pytest.raises(ValueError, match=message):
-        checked(*argv)
-
-
 @pytest.mark.stage
 def test_unknown_tasks_and_models_that_answer_nothing_are_refused(tasks, tmp_path):
     pytest.importorskip("lm_eval", reason="needs dschat_lora[evaluation]")
@@ -197,18 +184,3 @@ def test_as_many_tokens_are_scored_as_the_model_has_positions():
         expected += float(logits[range(size), ids[1:]].sum())
     (rolling,) = own.loglikelihood_rolling([SimpleNamespace(args=("",))])
     assert rolling == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"data_path": ("x.jsonl",)}, "--tasks have their own questions .* drop --data_path"),
-        ({"judge_function": "a:b"}, "--tasks have their own questions .* drop --judge_function"),
-        ({"num_fewshot": -1}, "--num_fewshot must be >= 0, got -1"),
-        ({"tasks": (), "data_path": ("x",), "num_fewshot": 1}, "--num_fewshot is for --tasks"),
-        ({"tasks": ()}, "--data_path must be a file or more to evaluate on, or --tasks"),
-    ],
-)
-def test_tasks_bring_their_own_rows(options, message):
-    with pytest.raises(ValueError, match=message):
-        EvalConfig(**{"model_name_or_path": "m", "tasks": ("t",), **options})

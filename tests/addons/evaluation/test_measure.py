@@ -110,13 +110,10 @@ def test_answer_that_the_judge_leaves_out_does_not_count(verb, sums):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("sft sums.jsonl --judge_function judges", "module:function such as"),
-        ("sft sums.jsonl --judge_function nowhere:f", "there is no module nowhere"),
         ("sft sums.jsonl --judge_function judges:none", "judges has no function none"),
+        ("reward pairs.jsonl --judge_function judges:length", "is a reward model"),
         ("sft pairs.jsonl --judge_function judges:length", "judges:length asks for answer"),
         ("sft sums.jsonl --judge_function judges:text", "returned 'good' for the prompt"),
-        ("sft sums.jsonl --judge_function builtin:none", "none"),
-        ("reward pairs.jsonl --judge_function judges:length", "is a reward model"),
     ],
 )
 def test_judge_that_cannot_be_used_is_named(verb, sums, argv, words):

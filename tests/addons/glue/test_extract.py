@@ -47,59 +47,59 @@ def test_our_checkpoint_gives_what_the_run_left(trained, encoder, tmp_path, monk
     command.main()  # again, over what it wrote itself
 
 
-def test_a_checkpoint_saved_while_merged_is_not_counted_twice(full, trained, encoder, tmp_path):
-    """As microsoft/LoRA's Trainer left RoBERTa's: evaluated, so merged, and then saved."""
-    checkpoint, said = tmp_path / "merged", []
-    checkpoint.mkdir()
-    for name in [name for name in full if name.endswith(".lora_A")]:
+def merge_in(tensors):
+    """Add each update to its weight, as microsoft/LoRA's Trainer left RoBERTa's evaluated."""
+    for name in [name for name in tensors if name.endswith(".lora_A")]:
         stem = name.removesuffix("lora_A")
-        full[f"{stem}weight"] += SCALING * full[f"{stem}lora_B"] @ full[name]
-    torch.save(full, checkpoint / "pytorch_model.bin")
-    out = extract(checkpoint, base=str(encoder("roberta")), lora_alpha=16, say=said.append)
+        tensors[f"{stem}weight"] += SCALING * tensors[f"{stem}lora_B"] @ tensors[name]
+
+
+@pytest.fixture
+def extracted(full, encoder, tmp_path):
+    """``extracted(dtype, lora_alpha=16)``: the adapter of ``full`` and the last line about it."""
+
+    def call(dtype=torch.float32, lora_alpha=16):
+        said = []
+        tensors = {name: tensor.to(dtype) for name, tensor in full.items()}
+        (tmp_path / "checkpoint").mkdir(exist_ok=True)
+        torch.save(tensors, tmp_path / "checkpoint" / "pytorch_model.bin")
+        base = str(encoder("roberta"))
+        checkpoint = tmp_path / "checkpoint"
+        out = extract(checkpoint, base=base, lora_alpha=lora_alpha, say=said.append)
+        return out, [each for each in said if each.startswith("note")]
+
+    return call
+
+
+def test_a_checkpoint_saved_while_merged_is_not_counted_twice(full, trained, extracted):
+    merge_in(full)
+    out, (note,) = extracted()
     assert_same(weights(out), weights(trained / "adapter"))
-    (note,) = (each for each in said if each.startswith("note"))
     assert "was saved while merged: 4 weights hold the update already" in note
-    said.clear()
-    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=8, say=said.append)
-    assert "or saved while merged with another --lora_alpha" in said[-1]
+    assert "or saved while merged with another --lora_alpha" in extracted(lora_alpha=8)[1][-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounding_to_16_bits_is_no_difference(full, encoder, tmp_path, dtype):
-    checkpoint, said = tmp_path / "short", []
-    checkpoint.mkdir()
-    torch.save({n: t.to(dtype) for n, t in full.items()}, checkpoint / "pytorch_model.bin")
-    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=16, say=said.append)
-    assert not any(each.startswith("note") for each in said)
-    for name in [name for name in full if name.endswith(".lora_A")]:
-        stem = name.removesuffix("lora_A")
-        full[f"{stem}weight"] += SCALING * full[f"{stem}lora_B"] @ full[name]
-    torch.save({n: t.to(dtype) for n, t in full.items()}, checkpoint / "pytorch_model.bin")
-    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=16, say=said.append)
-    assert "was saved while merged: 4 weights" in said[-1]
+def test_rounding_to_16_bits_is_no_difference(full, extracted, dtype):
+    assert extracted(dtype)[1] == []
+    merge_in(full)
+    assert "was saved while merged: 4 weights" in extracted(dtype)[1][-1]
     full["roberta.embeddings.word_embeddings.weight"] *= 1.02
-    torch.save({n: t.to(dtype) for n, t in full.items()}, checkpoint / "pytorch_model.bin")
-    extract(checkpoint, base=str(encoder("roberta")), lora_alpha=16, say=said.append)
-    assert "1 weights of the base differ" in said[-1]
+    assert "1 weights of the base differ" in extracted(dtype)[1][-1]
 
 
 def test_another_base_is_told(trained, tmp_path):
     said, other = [], save_encoder("roberta", tmp_path / "other", initializer_range=0.2)
-    extract(
-        *(trained / "checkpoint-6",),
-        base=str(other),
-        lora_alpha=16,
-        output_dir=tmp_path / "out",
-        say=said.append,
-    )
+    options = {"lora_alpha": 16, "output_dir": tmp_path / "out", "say": said.append}
+    extract(trained / "checkpoint-6", base=str(other), **options)
     assert any("of the base differ between" in each for each in said)
 
 
 def test_a_file_of_loralib_is_taken(full, trained, encoder, tmp_path):
     """Named as roberta_base_lora_mnli.bin is: factors, and the head of one MNLI run."""
     body = {n: t for n, t in full.items() if "lora_" in n or not n.startswith("roberta.")}
-    torch.save(body, tmp_path / "mnli.bin")
     file = tmp_path / "mnli.bin"
+    torch.save(body, file)
     out = extract(file, base=str(encoder("roberta")), lora_alpha=16, say=lambda text: None)
     assert out == tmp_path / "mnli.adapter"
     assert_same(weights(out), weights(trained / "adapter"))
@@ -118,13 +118,8 @@ def test_packed_factors_of_gpt2_are_put_where_they_belong(model_directory, tmp_p
             block.attn.c_attn.weight[:, :32] += 8 / 4 * (b[:32] @ a[:4]).T
             block.attn.c_attn.weight[:, 64:] += 8 / 4 * (b[32:] @ a[4:]).T
     torch.save({"model_state_dict": state}, tmp_path / "e2e.pt")
-    out = extract(
-        *(tmp_path / "e2e.pt",),
-        base=base,
-        lora_alpha=8,
-        enable_lora=("q", "v"),
-        say=lambda text: None,
-    )
+    options = {"lora_alpha": 8, "enable_lora": ("q", "v"), "say": lambda text: None}
+    out = extract(tmp_path / "e2e.pt", base=base, **options)
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out)).eval()
     ids = torch.tensor([[3, 5, 7, 11]])
     with torch.no_grad():

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -40,16 +39,16 @@ def best(glue_run, tmp_path_factory):
 
 def test_the_best_evaluation_is_that_of_transformers_trainer(best):
     evals = [each for each in read_jsonl(best / "metrics.jsonl") if each["kind"] == "eval"]
-    found = {each["step"]: each["accuracy"] for each in evals if "accuracy" in each}
-    wanted = max(found, key=found.get)  # the first of equals
+    accuracies = {each["step"]: each["accuracy"] for each in evals if "accuracy" in each}
+    wanted = max(accuracies, key=accuracies.get)  # the first of equals
     assert wanted < 9, "it was to be older than the two newest"
     of_trainer = read(best / "trainer_state.json")
     record = read(best / "run.json")["best"]
     assert record["step"] == of_trainer["best_global_step"] == wanted
-    assert record["value"] == of_trainer["best_metric"] == pytest.approx(found[wanted])
+    assert record["value"] == of_trainer["best_metric"] == pytest.approx(accuracies[wanted])
     assert (record["metric"], record["epoch"]) == ("accuracy", wanted / 3)
     assert record["checkpoint"] == f"checkpoint-{wanted}"
-    assert record["last"]["eval_accuracy"] == pytest.approx(found[12])
+    assert record["last"]["eval_accuracy"] == pytest.approx(accuracies[12])
 
 
 def test_adapter_and_results_are_those_of_the_best_and_the_last_are_beside(best):
@@ -71,14 +70,13 @@ def test_adapter_and_results_are_those_of_the_best_and_the_last_are_beside(best)
     assert last["eval_loss"] == pytest.approx(record["last"]["eval_loss"])
 
 
-def test_the_best_is_evaluated_again_with_the_same_measures(best, glue_run, tmp_path):
-    out = glue_run(tmp_path / "out", "mnli", *LORA, "--no-do_train", "--lora_path", best)
-    assert read(out / "eval_results.json") == pytest.approx(read(best / "eval_results.json"))
-
-
-def test_a_best_before_a_resumption_keeps_its_measures(best, glue_run, tmp_path):
-    out = tmp_path / "out"
-    glue_run(out, "mnli", "--resume_from_checkpoint", best / "checkpoint-12")
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_best_keeps_its_measures_where_it_is_evaluated_again_or_resumed(
+    best, glue_run, tmp_path, resumed
+):
+    options = ["--resume_from_checkpoint", best / "checkpoint-12"]
+    options = options if resumed else [*LORA, "--no-do_train", "--lora_path", best]
+    out = glue_run(tmp_path / "out", "mnli", *options)
     assert read(out / "eval_results.json") == pytest.approx(read(best / "eval_results.json"))
 
 
@@ -104,38 +102,6 @@ def test_the_measure_is_the_papers():
     for task in TASKS:
         config = GlueConfig(model_name_or_path="m", task_name=task)
         assert config.best_metric == papers.get(task, "accuracy")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--load_best_model_at_end", "must both be epoch, or both steps"),
-        (
-            "--load_best_model_at_end --eval_strategy steps --eval_steps 4 "
-            "--save_strategy steps --save_steps 6",
-            "multiple",
-        ),
-        ("--metric_for_best_model loss", "no effect without --load_best_model_at_end"),
-        (
-            "--load_best_model_at_end --metric_for_best_model f1 --eval_strategy epoch "
-            "--save_strategy epoch",
-            "--metric_for_best_model f1 must be one of loss, accuracy",
-        ),
-        ("--apply_lora --apply_adapter", "are two methods; give one"),
-        ("--adapter_size 4", "--adapter_size has no effect without --apply_adapter"),
-        ("--apply_adapter --adapter_path gone", "--adapter_path gone is no file"),
-        ("--masking_prob 0.1", "masks the second pass of --reg_loss_wgt"),
-        ("--seeds 2 --no-do_train", "--seeds 2 trains and evaluates anew"),
-    ],
-)
-def test_a_mistake_in_the_protocol_is_named(checked, options, message):
-    with pytest.raises(ValueError, match=message):
-        checked(*options.split())
-
-
-def test_two_passes_compare_classes(checked):
-    with pytest.raises(ValueError, match="--reg_loss_wgt compares classes; stsb has none"):
-        checked("--reg_loss_wgt", "1", task="stsb")
 
 
 def test_several_seeds_are_runs_of_their_own_with_their_median(tmp_path, capsys):
@@ -176,34 +142,24 @@ def test_two_passes_are_the_plain_loop_over_rows():
         for other in (p, q):
             terms = [float(m[k] * (m[k] / other[k]).log()) for k in range(4)]
             total += 0.5 * weight * sum(terms) / 4
-    found = mean_loss(
-        TASKS["mnli"], SimpleNamespace(logits=logits), labels, num_items_in_batch=5, weight=weight
-    )
-    assert float(found) == pytest.approx(total / 5, rel=1e-6)
-    # As the original's: torch's own mean over all elements.
-    first, second = logits.chunk(2)
-    mean = ((first + second) / 2).softmax(-1)
-    whole = sum(
-        F.cross_entropy(each, labels)
-        + 0.5 * weight * F.kl_div(each.log_softmax(-1), mean, reduction="sum") / mean.numel()
-        for each in (first, second)
-    )
-    assert float(found) * 5 / 3 == pytest.approx(float(whole), rel=1e-6)
+    outputs = SimpleNamespace(logits=logits)
+    loss = mean_loss(TASKS["mnli"], outputs, labels, num_items_in_batch=5, weight=weight)
+    assert float(loss) == pytest.approx(total / 5, rel=1e-6)
 
 
 def test_cutoff_masks_words_alone_and_in_the_second_pass_alone():
     ids = torch.tensor([[0, 7, 8, 9, 2, 1], [0, 5, 6, 2, 1, 1]]).repeat(500, 1)
     batch = {"input_ids": ids, "attention_mask": (ids != 1).long(), "labels": torch.zeros(1000)}
     torch.manual_seed(0)
-    found = with_second_pass(batch, masking_prob=0.2, unknown=3, kept=[0, 2])
-    first, second = found["input_ids"].chunk(2)
+    doubled = with_second_pass(batch, masking_prob=0.2, unknown=3, kept=[0, 2])
+    first, second = doubled["input_ids"].chunk(2)
     assert torch.equal(first, ids)
     changed = second != ids
     assert (second[changed] == 3).all()
     assert not changed[(ids == 0) | (ids == 2) | (ids == 1)].any()
     assert float(changed.sum()) / float((ids > 4).sum()) == pytest.approx(0.2, abs=0.03)
-    assert torch.equal(found["attention_mask"], batch["attention_mask"].repeat(2, 1))
-    assert len(found["labels"]) == 1000
+    assert torch.equal(doubled["attention_mask"], batch["attention_mask"].repeat(2, 1))
+    assert len(doubled["labels"]) == 1000
 
 
 def test_r_drop_trains_and_is_measured_by_one_pass(glue_run, tmp_path):
@@ -251,6 +207,5 @@ def test_a_run_of_adapters_is_kept_and_evaluated_again(glue_run, tmp_path):
     assert not is_unfinished(out), "auto would begin anew, and delete it"
     again = glue_run(*(tmp_path / "two", "rte", *adapters, "--no-do_train", "--adapter_path", path))
     assert read(again / "eval_results.json") == pytest.approx(read(out / "eval_results.json"))
-    narrow = ["--apply_adapter", "--adapter_size", "3", "--no-do_train", "--adapter_path", path]
     with pytest.raises(SystemExit):
-        glue_run(tmp_path / "three", "rte", *narrow)
+        glue_run(tmp_path / "three", "rte", *adapters[:-1], "3", "--adapter_path", path)

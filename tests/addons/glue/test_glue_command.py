@@ -35,13 +35,13 @@ def test_two_processes_measure_what_one_does(launcher, tmp_path):
     one, two = (tmp_path / f"out{n}" for n in (1, 2))
     for name in ("eval_results.json", "metrics.jsonl"):
         mine, theirs = (read_jsonl_or_object(run / name) for run in (one, two))
-        for expected, found in zip(mine, theirs, strict=True):
+        for expected, other in zip(mine, theirs, strict=True):
             numbers = {
                 n: v for n, v in expected.items() if isinstance(v, float) and "time" not in n
             }
             for timing in ("step_seconds", "samples_per_second"):
                 numbers.pop(timing, None)
-            assert {n: found[n] for n in numbers} == pytest.approx(numbers, abs=1e-6, rel=1e-5)
+            assert {n: other[n] for n in numbers} == pytest.approx(numbers, abs=1e-6, rel=1e-5)
     assert running[1].output(rank=1) == ""
     assert running[0].err() == ""
     assert json.loads((two / "run.json").read_text("utf-8"))["world_size"] == 2

@@ -14,12 +14,12 @@ FOUND = np.array([1, 1, 1, 0, 1, 0])
 LOGITS = np.stack([-FOUND, FOUND], axis=1).astype(np.float32)
 
 
-def test_mrpc_and_qqp_have_accuracy_f1_and_their_mean():
-    for name in ("mrpc", "qqp"):
-        metrics = task_metrics(TASKS[name], LOGITS, LABELS)
-        assert metrics["accuracy"] == pytest.approx(4 / 6)
-        assert metrics["f1"] == pytest.approx(6 / 8)  # 2 TP / (2 TP + FP + FN)
-        assert metrics["combined_score"] == pytest.approx((4 / 6 + 6 / 8) / 2)
+@pytest.mark.parametrize("name", ["mrpc", "qqp"])
+def test_mrpc_and_qqp_have_accuracy_f1_and_their_mean(name):
+    metrics = task_metrics(TASKS[name], LOGITS, LABELS)
+    assert metrics["accuracy"] == pytest.approx(4 / 6)
+    assert metrics["f1"] == pytest.approx(6 / 8)  # 2 TP / (2 TP + FP + FN)
+    assert metrics["combined_score"] == pytest.approx((4 / 6 + 6 / 8) / 2)
 
 
 @pytest.mark.smoke
@@ -31,23 +31,22 @@ def test_cola_has_matthews_correlation_alone():
 
 
 def test_stsb_has_both_correlations_and_squared_error():
-    found, labels = np.array([[1.0], [2.0], [4.0]]), np.array([1.0, 3.0, 2.0])
-    metrics = task_metrics(TASKS["stsb"], found, labels)
+    predicted, labels = np.array([[1.0], [2.0], [4.0]]), np.array([1.0, 3.0, 2.0])
+    metrics = task_metrics(TASKS["stsb"], predicted, labels)
     # Deviations (-4, -1, 5) / 3 and (-1, 1, 0): products sum to 1; squares to 42 / 9 and 2.
     assert metrics["pearson"] == pytest.approx(1 / math.sqrt(42 / 9 * 2))
     assert metrics["spearmanr"] == pytest.approx(1 - 6 * 2 / (3 * 8))  # ranks differ by 0, -1, 1
-    assert metrics["combined_score"] == pytest.approx(
-        (metrics["pearson"] + metrics["spearmanr"]) / 2
-    )
+    mean = (metrics["pearson"] + metrics["spearmanr"]) / 2
+    assert metrics["combined_score"] == pytest.approx(mean)
     assert metrics["loss"] == pytest.approx((0 + 1 + 4) / 3)
-    assert predictions(TASKS["stsb"], found).tolist() == [1.0, 2.0, 4.0]
+    assert predictions(TASKS["stsb"], predicted).tolist() == [1.0, 2.0, 4.0]
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_measure_that_is_not_there_is_nan_without_a_warning():
     one, constant = np.array([[1.0]]), np.ones((3, 1))
-    for found, labels in ((one, np.array([2.0])), (constant, np.array([1.0, 2.0, 3.0]))):
-        metrics = task_metrics(TASKS["stsb"], found, labels)
+    for predicted, labels in ((one, np.array([2.0])), (constant, np.array([1.0, 2.0, 3.0]))):
+        metrics = task_metrics(TASKS["stsb"], predicted, labels)
         assert all(math.isnan(metrics[each]) for each in ("pearson", "spearmanr"))
         assert math.isfinite(metrics["loss"])
     assert task_metrics(TASKS["mrpc"], np.array([[1.0, 0.0]]), np.array([0]))["f1"] == 0

@@ -7,6 +7,8 @@ import shutil
 import signal
 import weakref
 import zipfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,16 +73,14 @@ def test_every_task_trains_and_is_measured(glue_run, task, tmp_path):
 
 
 def test_mnli_keeps_both_kinds_of_rows_apart(trained):
-    found = results(trained)
-    assert set(found) == {"eval_accuracy", "eval_loss", "eval_mm_accuracy", "eval_mm_loss"}
-    assert found["eval_loss"] != found["eval_mm_loss"]
-    assert results(trained, "all").items() >= found.items()
+    measures = results(trained)
+    assert set(measures) == {"eval_accuracy", "eval_loss", "eval_mm_accuracy", "eval_mm_loss"}
+    assert measures["eval_loss"] != measures["eval_mm_loss"]
+    assert results(trained, "all").items() >= measures.items()
     evals = [line for line in read_jsonl(trained / "metrics.jsonl") if line["kind"] == "eval"]
-    assert [("mm_loss" in line, line["step"]) for line in evals] == [
-        *((False, 3), (True, 3)),
-        *((False, 6), (True, 6)),
-    ]
-    assert evals[-1]["mm_loss"] == found["eval_mm_loss"]
+    kinds = [("mm_loss" in line, line["step"]) for line in evals]
+    assert kinds == [(False, 3), (True, 3), (False, 6), (True, 6)]
+    assert evals[-1]["mm_loss"] == measures["eval_mm_loss"]
     assert len((trained / "predict_results_mnli-mm.txt").read_text("utf-8").splitlines()) == 13
 
 
@@ -102,19 +102,14 @@ def test_evaluation_comes_when_it_is_asked_for(glue_run, trained, tmp_path):
     assert steps_of(never, "train") == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_seed_gives_the_same_weights_and_another_seed_others(glue_run, tmp_path):
+def test_a_seed_gives_the_same_weights(glue_run, tmp_path):
     options = [*LORA, "--max_steps", "4", "--save_strategy", "no", "--classifier_dropout", "0.1"]
-    options += ["--use_deterministic_algorithms", "--seed"]
+    options += ["--use_deterministic_algorithms", "--seed", "0"]
     try:
-        runs = [
-            glue_run(tmp_path / name, "rte", *options, seed)
-            for name, seed in (("a", 0), ("b", 0), ("c", 1))
-        ]
+        one, other = (weights(glue_run(tmp_path / name, "rte", *options)) for name in "ab")
     finally:
         torch.use_deterministic_algorithms(False)
-    a, b, c = map(weights, runs)
-    assert same(a, b)
-    assert not any(torch.equal(a[name], c[name]) for name in a)
+    assert same(one, other)
 
 
 def test_the_seed_draws_the_head_and_the_factors(glue_run, tmp_path):
@@ -202,27 +197,19 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_log_and_record_alone(
     assert [(out / name).read_bytes() for name in ("metrics.jsonl", "run.json")] == before
 
 
-def test_what_was_trained_outlives_a_failed_evaluation(glue_run, monkeypatch, tmp_path, capsys):
-    def fail(*arguments, **more):
-        raise ValueError("no measure")
-
-    monkeypatch.setattr(train.GlueTrainer, "evaluate", fail)
-    with pytest.raises(SystemExit):
+def test_what_was_trained_outlives_a_failed_evaluation(glue_run, monkeypatch, tmp_path):
+    monkeypatch.setattr(train.GlueTrainer, "evaluate", lambda *_, **more: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         glue_run(tmp_path / "out", "rte", *LORA, "--max_steps", "1", "--save_strategy", "no")
     assert weights(tmp_path / "out")
-    assert "error: no measure" in capsys.readouterr().err
-
-
-def test_fp16_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    config = GlueConfig(model_name_or_path="m", task_name="rte", fp16=True)
-    with pytest.raises(ValueError, match="--fp16 needs a GPU; --bf16"):
-        train.training_arguments(config)
 
 
 def test_the_trainer_takes_the_cpu_where_it_is_chosen_and_no_gpu_that_torch_cannot_use(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # DS_ACCELERATOR: cpu
     config = GlueConfig(model_name_or_path="m", task_name="rte")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--fp16 needs a GPU; --bf16"):
+        train.training_arguments(replace(config, fp16=True))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)  # DS_ACCELERATOR: cpu
     settings = train.training_arguments(config)
     assert (settings.use_cpu, settings.dataloader_pin_memory) == (True, False)
     monkeypatch.setattr(train.gpu, "problem", lambda device: ("an old driver", "update it"))
@@ -250,17 +237,13 @@ def test_accumulated_batches_are_one_batch_also_where_they_are_ragged():
     logits = torch.randn(7, 3, generator=generator, dtype=torch.float64)
     labels = torch.tensor([0, 2, 1, 1, 0, 2, 2])
 
-    class Outputs:
-        def __init__(self, logits):
-            self.logits = logits
+    def loss(first, last, rows):
+        outputs = SimpleNamespace(logits=logits[first:last])
+        return mean_loss(TASKS["mnli"], outputs, labels[first:last], rows)
 
     whole = torch.nn.functional.cross_entropy(logits.float(), labels)
-    parts = [
-        mean_loss(TASKS["mnli"], Outputs(logits[rows]), labels[rows], 7)
-        for rows in (slice(0, 3), slice(3, 6), slice(6, 7))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
-    torch.testing.assert_close(mean_loss(TASKS["mnli"], Outputs(logits), labels), whole)
+    torch.testing.assert_close(loss(0, 3, 7) + loss(3, 6, 7) + loss(6, 7, 7), whole)
+    torch.testing.assert_close(loss(0, 7, None), whole)
 
 
 def test_accumulation_leaves_losses_and_gradients_as_they_are(glue_run, tmp_path):
@@ -280,16 +263,15 @@ def test_accumulation_leaves_losses_and_gradients_as_they_are(glue_run, tmp_path
 def test_another_tasks_factors_are_taken_and_its_head_is_dropped(
     trained, glue_run, encoder, capsys, tmp_path
 ):
-    out = glue_run(*(tmp_path / "out", "mrpc", *LORA, "--no-do_train", "--lora_path", trained))
+    options = [*LORA, "--lora_path", trained]
+    out = glue_run(tmp_path / "out", "mrpc", *options, "--no-do_train")
     said = capsys.readouterr().out
     assert "head: starts anew; dropped classifier, which has other shapes there" in said
     assert "note: inputs are cut after 64 tokens" in said
     assert not (out / "adapter").exists()
-    argv = ["--task_name", "mrpc", "--apply_lora", "--lora_path", trained / "adapter"]
-    argv = ["--model_name_or_path", encoder("roberta"), *argv]
-    config = parse_config(GlueConfig, [str(each) for each in argv])
-    told = []
-    own = trained_tensors(build_model(config, say=told.append))
+    argv = ["--model_name_or_path", encoder("roberta"), "--task_name", "mrpc", *options]
+    config = parse_config(GlueConfig, [str(each) for each in [*argv[:-1], trained / "adapter"]])
+    own = trained_tensors(build_model(config, say=lambda text: None))
     theirs = weights(trained)
     for name, tensor in own.items():
         if ".lora_" in name:
@@ -311,12 +293,10 @@ def test_full_fine_tuning_leaves_a_model_and_no_trainer(glue_run, monkeypatch, t
         made.append(weakref.ref(trainer))
         return evaluate(trainer, *arguments, **more)
 
-    def probe():
-        gc.collect()
-        alive.append(made[0]())
-
     monkeypatch.setattr(train.GlueTrainer, "evaluate", remember)
-    monkeypatch.setattr("dschat_lora.runtime.run.shutdown", probe)
+    monkeypatch.setattr(
+        "dschat_lora.runtime.run.shutdown", lambda: (gc.collect(), alive.append(made[0]()))
+    )
     out = glue_run(tmp_path / "out", "wnli", "--max_steps", "1", "--save_strategy", "no")
     assert (out / "model" / "model.safetensors").is_file()
     assert not (out / "adapter").exists()

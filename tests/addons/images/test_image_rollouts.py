@@ -14,7 +14,12 @@ import dschat_lora
 from addons.images.training import Seeing
 from addons.images.vlms import spread
 from dschat_lora.addons.images.vision import PictureInputs
-from dschat_lora.addons.report.rollouts import read_rollouts, show_rollouts, summary_text
+from dschat_lora.addons.report.rollouts import (
+    RolloutQuery,
+    read_rollouts,
+    show_rollouts,
+    summary_text,
+)
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
@@ -365,7 +370,7 @@ def test_logs_show_a_picture_once_with_its_path(made, runs, capsys):
     assert len({row["prompt"] for row in two}) == 1
     # Equal texts with other pictures are other prompts.
     assert "24 responses to 5 prompts in 2 iterations" in summary_text(rows)
-    show_rollouts(run.path, json=False, best=1)
+    show_rollouts(run.path, RolloutQuery(best=1), json=False)
     assert f"with {home}" in capsys.readouterr().out
 
 

@@ -190,8 +190,3 @@ def test_the_epoch_of_the_highest_development_bleu_is_taken(home, adapted, tmp_p
     assert report["best"].endswith("lora/epoch-2.safetensors")
     assert list(report["bleu"].values()) == [20.0, 31.5, 31.5, 7.0]
     assert json.loads((tmp_path / "predictions.jsonl").read_text())["predict"] == [5]
-    with pytest.raises(ValueError, match="go together"):
-        parse_config(DecodeConfig, [*argv, "--epochs", "best"])
-    (run / "lora").rename(run / "other")
-    with pytest.raises(ValueError, match="--epochs all needs the output directory of a run with"):
-        check_decode(parse_config(DecodeConfig, [*argv, "--epochs", "all"]))

@@ -1,5 +1,4 @@
 import math
-import random
 from itertools import combinations, zip_longest
 
 import pytest
@@ -8,7 +7,6 @@ from sacrebleu.metrics import TER
 from dschat_lora.addons.nlg import metrics, ter
 from dschat_lora.addons.nlg.evaluate import chosen_metrics
 from dschat_lora.addons.nlg.metrics import treebank_tokens
-from dschat_lora.addons.nlg.ter import edit_distance
 
 METRICS = chosen_metrics("e2e")
 CAT = "the cat sat on the mat"
@@ -17,10 +15,6 @@ SENTENCES = [
     "a pub called blue spice , for families , is in the centre !",
     "there is no place like the golden curry by the bakery today",
 ]
-
-
-def tokens(text):
-    return text.split()
 
 
 @pytest.mark.parametrize(
@@ -43,18 +37,12 @@ def test_numbers_of_references_may_differ(name):
 
 def test_bleu_by_hand():
     # the x2, cat, on, mat, of 6; the-cat, on-the, the-mat of 5; on-the-mat of 4: no 4-gram yet.
-    texts, references = ["the cat is on the mat"], [["the cat sat on the mat"]]
-    assert metrics.bleu(texts, references).value == 0
+    text = "the cat is on the mat"
+    assert metrics.bleu([text], [[CAT]]).value == 0
     # With a second reference: 6/6, 5/5, 4/4 and 3/3 but for what spans neither: is-on and
     # cat-is come from it, the-cat-is and is-on-the too, and so the-cat-is-on, is-on-the-mat not.
-    second = "the cat is on a mat"
-    n1, n2, n3, n4 = 6 / 6, 5 / 5, 3 / 4, 1 / 3
-    expected = 100 * (n1 * n2 * n3 * n4) ** 0.25
-    both = [[references[0][0], second]]
-    assert metrics.bleu(texts, both).value == pytest.approx(expected)
-
-
-def test_bleu_takes_the_closest_length_ignores_case_and_splits_punctuation():
+    expected = 100 * (6 / 6 * 5 / 5 * 3 / 4 * 1 / 3) ** 0.25
+    assert metrics.bleu([text], [[CAT, "the cat is on a mat"]]).value == pytest.approx(expected)
     # 4 tokens against 5 (nearer than 9): all n-grams agree, brevity penalty exp(1 - 5/4).
     references = [["the cat sat down here", "the cat sat down and was there all day"]]
     value = metrics.bleu(["The Cat sat down"], references).value
@@ -71,24 +59,6 @@ def test_ter_of_many_texts_is_that_of_all_at_once():
     score = ter.ter(hypotheses, references)
     assert score.value == pytest.approx(whole.corpus_score(hypotheses, streams).score, rel=1e-12)
     assert score.signature == str(whole.get_signature())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_least_number_of_edits_is_that_of_the_whole_table(seed):
-    rng = random.Random(seed)
-    own, other = ([str(rng.randrange(9)) for _ in range(rng.randrange(40))] for _ in range(2))
-    assert edit_distance(own, other) == plain_distance(own, other)
-
-
-def plain_distance(own, other):
-    row = list(range(len(other) + 1))
-    for i, word in enumerate(own, start=1):
-        above_left, row[0] = row[0], i
-        for j, target in enumerate(other, start=1):
-            above = row[j]
-            row[j] = min(above + 1, row[j - 1] + 1, above_left + (word != target))
-            above_left = above
-    return row[-1]
 
 
 def test_ter_by_hand():
@@ -118,16 +88,12 @@ def test_nist_by_hand():
 
 def test_nist_takes_ngrams_of_all_references_and_their_mean_length():
     # Together 6 tokens: a 3 times, b twice, c once. "b c" takes b from one reference and c from
-    # the other: log2(6/2) + log2(6/1), over 2; bc agrees with none. Length 2 of (4 + 2) / 2.
-    references = [["a b a b", "a c"]]
-    penalty = math.exp(-math.log(2) * (math.log(2 / 3) / math.log(3 / 2)) ** 2)
-    assert penalty == pytest.approx(0.5)
-    expected = (math.log2(3) + math.log2(6)) / 2 * penalty
-    assert metrics.nist(["b c"], references).value == pytest.approx(expected)
-
-
-def test_nist_counts_an_ngram_as_often_as_one_reference_has_it():
-    # b once, though it is in both references, of 2: log2(4/2) / 2; bb agrees with none.
+    # the other: log2(6/2) + log2(6/1), over 2; bc agrees with none. Length 2 of (4 + 2) / 2, which
+    # is two thirds and costs half.
+    expected = (math.log2(3) + math.log2(6)) / 2 * 0.5
+    assert metrics.nist(["b c"], [["a b a b", "a c"]]).value == pytest.approx(expected)
+    # An n-gram counts as often as one reference has it: b once, though it is in both references,
+    # of 2: log2(4/2) / 2; bb agrees with none.
     assert metrics.nist(["b b"], [["b c", "b d"]]).value == pytest.approx(1 / 2)
 
 
@@ -143,7 +109,7 @@ def longest_by_trying_all(first, second):
 def test_rouge_l_takes_best_precision_and_best_recall_of_different_references():
     text, references = "a b c d", ["a x b y c z", "d b"]
     # Common subsequences 3 and 1: precisions 3/4 and 1/4, recalls 3/6 and 1/2.
-    sizes = [longest_by_trying_all(tokens(text), tokens(each)) for each in references]
+    sizes = [longest_by_trying_all(text.split(), each.split()) for each in references]
     assert sizes == [3, 1]
     precision, recall = 3 / 4, 1 / 2
     expected = 100 * 2.44 * precision * recall / (recall + 1.44 * precision)
@@ -158,31 +124,28 @@ def cider_of_definition(texts, references, n_max=4, sigma=6.0):
     """Dense vectors over the whole vocabulary, one n at a time."""
 
     def grams(text, n):
-        words = tokens(text)
+        words = text.split()
         return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
-    scores = []
-    for text, each in zip(texts, references, strict=True):
-        score = 0.0
-        for n in range(1, n_max + 1):
-            everything = [text, *[r for rs in references for r in rs]]
-            vocabulary = sorted({gram for t in everything for gram in grams(t, n)})
-            idf = []
-            for gram in vocabulary:
-                documents = sum(any(gram in grams(r, n) for r in rs) for rs in references)
-                idf.append(math.log(len(texts)) - math.log(max(1, documents)))
-            own = [grams(text, n).count(g) * w for g, w in zip(vocabulary, idf, strict=True)]
-            for reference in each:
-                other = [
-                    grams(reference, n).count(g) * w for g, w in zip(vocabulary, idf, strict=True)
-                ]
-                norms = math.sqrt(sum(x * x for x in own)) * math.sqrt(sum(x * x for x in other))
-                product = sum(min(x, y) * y for x, y in zip(own, other, strict=True))
-                difference = len(tokens(text)) - len(tokens(reference))
-                gauss = math.exp(-(difference**2) / (2 * sigma**2))
-                score += 10 * gauss * (product / norms if norms else 0) / n_max / len(each)
-        scores.append(score)
-    return sum(scores) / len(scores)
+    def pair(text, reference, n):
+        vocabulary = {gram for t in (text, reference) for gram in grams(t, n)}
+        own, other = [], []
+        for gram in vocabulary:
+            documents = sum(any(gram in grams(r, n) for r in rs) for rs in references)
+            weight = math.log(len(texts)) - math.log(max(1, documents))
+            own.append(grams(text, n).count(gram) * weight)
+            other.append(grams(reference, n).count(gram) * weight)
+        norms = math.sqrt(sum(x * x for x in own)) * math.sqrt(sum(x * x for x in other))
+        product = sum(min(x, y) * y for x, y in zip(own, other, strict=True))
+        difference = len(text.split()) - len(reference.split())
+        return 10 * math.exp(-(difference**2) / (2 * sigma**2)) * (product / norms if norms else 0)
+
+    return sum(
+        pair(text, reference, n) / n_max / len(each) / len(texts)
+        for text, each in zip(texts, references, strict=True)
+        for reference in each
+        for n in range(1, n_max + 1)
+    )
 
 
 def test_cider_agrees_with_its_definition_on_dense_vectors():
@@ -206,21 +169,17 @@ def test_meteor_of_nltk_by_hand(monkeypatch):
     assert score.signature.startswith("nltk ")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("It isn't Loch Fyne's food.", "it is n't loch fyne 's food"),
-        (
-            "a family-friendly pub, 5 out of 5, (cheap)!",
-            "a family-friendly pub 5 out of 5 ( cheap )",
+def test_treebank_tokens():
+    for text, expected in {
+        "It isn't Loch Fyne's food.": "it is n't loch fyne 's food",
+        "a family-friendly pub, 5 out of 5, (cheap)!": (
+            "a family-friendly pub 5 out of 5 ( cheap )"
         ),
-        ("prices: \u00a320-25 - really", "prices \u00a3 20-25 really"),
-        ("Dr. J. Smith of the U.S. died at 3.5", "dr. j. smith of the u.s. died at 3.5"),
-        ("not family - friendly .", "not family friendly"),
-    ],
-)
-def test_treebank_tokens(text, expected):
-    assert list(treebank_tokens(text)) == expected.split()
+        "prices: \u00a320-25 - really": "prices \u00a3 20-25 really",
+        "Dr. J. Smith of the U.S. died at 3.5": "dr. j. smith of the u.s. died at 3.5",
+        "not family - friendly .": "not family friendly",
+    }.items():
+        assert list(treebank_tokens(text)) == expected.split()
 
 
 def test_signatures_say_what_was_computed():
@@ -255,7 +214,6 @@ def test_meteor_keeps_punctuation_of_triples_alone(monkeypatch):
 
 
 def test_the_metrics_asked_for_are_computed_alone():
-    assert list(chosen_metrics("webnlg", ["ter_pyter", "bleu", "chrf++"])) == [
-        *("BLEU", "TER (pyter)", "chrF++")
-    ]
-    assert "nw:2" in chosen_metrics("dart", ["chrf++"])["chrF++"](["a b"], [["a b"]]).signature
+    asked = chosen_metrics("webnlg", ["ter_pyter", "bleu", "chrf++"])
+    assert list(asked) == ["BLEU", "TER (pyter)", "chrF++"]
+    assert "nw:2" in asked["chrF++"](["a b"], [["a b"]]).signature

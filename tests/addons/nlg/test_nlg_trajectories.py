@@ -17,15 +17,15 @@ LAYOUTS = LAYOUTS if ALL else LAYOUTS[1::3]
 def runs(ranks, model_directory):
     """The run of each layout, and under None loralib's."""
     path = model_directory("gpt2")
-    found = {None: nlg_runs.loralibs(path)}
+    runs_of = {None: nlg_runs.loralibs(path)}
     for size in (1, 2):
         layouts = [layout for layout in LAYOUTS if layout[0] == size]
         wanted = [{"stage": s, "micro": m, "accumulation": a} for _, s, m, a in layouts]
         reports = ranks(size).run("nlg_runs:ours_many", path=path, runs=wanted)
-        found |= dict(zip(layouts, reports[0], strict=True))
+        runs_of |= dict(zip(layouts, reports[0], strict=True))
         for layout, *each in zip(layouts, *reports, strict=True):
-            found[layout] |= {"ranks": [report["own"] for report in each]}
-    return found
+            runs_of[layout] |= {"ranks": [report["own"] for report in each]}
+    return runs_of
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

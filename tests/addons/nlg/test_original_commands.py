@@ -124,16 +124,12 @@ def test_predictions_become_files_of_generation_eval_and_are_judged(here, name, 
     ]
 
 
-def test_seen_categories_and_gaps_are_as_the_original_has_them(here, tmp_path, capsys):
+def test_seen_categories_are_as_the_original_has_them(here, tmp_path):
     here("f.jsonl", *FORMATTED)
     here("p.jsonl", *SAMPLES[:1])
     common = "--sample_file p.jsonl --input_file f.jsonl --output_ref_file r --output_pred_file p"
     run_nlg(["format", *common.split(), "--filter", "seen"])
     assert (tmp_path / "p").read_text() == "B .\n"
-    for options, message in (("", "lacks a text for 'name : A'"), ("--filter unseen", "lacks")):
-        with pytest.raises(SystemExit):
-            run_nlg(["format", *common.split(), *options.split()])
-        assert message in capsys.readouterr().err
 
 
 def test_lora_dim_0_on_a_recipe_trains_every_weight(here, monkeypatch, capsys):
@@ -147,25 +143,10 @@ def test_lora_dim_0_on_a_recipe_trains_every_weight(here, monkeypatch, capsys):
     assert "--lora_dim 0 trains every weight: no enable_lora, lora_alpha" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--init_checkpoint x.bin", "--model_card gpt2.md, or --model_name_or_path, says of which"),
-        ("--init_checkpoint gone.bin", "--init_checkpoint gone.bin does not exist"),
-        ("--init_checkpoint gpt2 --model_name_or_path opt", "name two models; give one"),
-        ("--obj clm --train_on_prompt", "--obj clm and --train_on_prompt contradict"),
-        ("--fp16 --dtype bf16", "--fp16 and --dtype bf16 contradict"),
-        ("--model_card gpt2.xl", "must be one of gpt2.sm, gpt2.md, gpt2.lg"),
-        ("--lora_dim 0 --save_epochs", "--save_epochs keeps LoRA factors, and --lora_dim 0"),
-        ("--seeds 2 --resume_from_checkpoint auto", "go on with one of its runs"),
-    ],
-)
-def test_a_mistake_in_the_originals_options_is_one_line(here, line, message, capsys):
-    here("x.bin")
-    with pytest.raises(SystemExit) as ended:
-        run_nlg(line.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+def test_several_seeds_are_not_gone_on_with(here, capsys):
+    with pytest.raises(SystemExit):
+        run_nlg("--seeds 2 --resume_from_checkpoint auto".split())
+    assert "--seeds trains anew; go on with one of its runs" in capsys.readouterr().err
 
 
 def gpt2_vocabulary(directory):
@@ -177,7 +158,7 @@ def gpt2_vocabulary(directory):
     return directory / "vocab"
 
 
-def test_token_ids_become_text_by_the_vocabulary_of_gpt2(here, tmp_path, capsys):
+def test_token_ids_become_text_by_the_vocabulary_of_gpt2(here, tmp_path):
     """As transformers' own tokenizer of these files decodes them."""
     text = "A caf\u00e9 \u2014 it is\there ."
     tokenizer = GPT2Tokenizer.from_pretrained(gpt2_vocabulary(tmp_path))
@@ -186,6 +167,3 @@ def test_token_ids_become_text_by_the_vocabulary_of_gpt2(here, tmp_path, capsys)
     line = "--sample_file p.jsonl --input_file f.jsonl --output_ref_file r --output_pred_file t"
     run_nlg(["decode", *line.split(), "--vocab", "vocab"])
     assert (tmp_path / "t").read_text(encoding="utf-8") == text + "\n"
-    with pytest.raises(SystemExit):
-        run_nlg(["decode", *line.split()])
-    assert "p.jsonl:1: of token ids --vocab, their tokenizer, makes" in capsys.readouterr().err

@@ -41,14 +41,14 @@ def test_recipe_is_what_its_stages_take(path):
 
 def test_recipes_and_documents_name_recipes_that_exist():
     texts = [*RECIPES, ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = set()
+    named = set()
     for path in texts:
         for words in re.findall(r"dschat-lora pipeline ([^\n`]+)", path.read_text("utf-8")):
             file = shlex.split(words)[0]
             if file.startswith("configs/"):
                 assert (ROOT / file).is_file(), f"{path} names {file}"
-                found.add(ROOT / file)
-    assert found == set(RECIPES)
+                named.add(ROOT / file)
+    assert named == set(RECIPES)
 
 
 def test_every_recipe_is_listed_with_a_line_and_the_verb_that_takes_it(monkeypatch, capsys):

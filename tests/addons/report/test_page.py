@@ -30,9 +30,9 @@ def tokens_run():
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    found = Page(tmp_path_factory.mktemp("chromium"))
-    yield found
-    found.close()
+    browser = Page(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from dschat_lora.addons.report import notebook
-from dschat_lora.addons.report.notebook import NotebookView, curve_html, eval_table, point
+from dschat_lora.addons.report.notebook import NotebookView, curve, eval_table, point
 from dschat_lora.api.stages import Run
 from dschat_lora.report.terminal import current_viewer
 
@@ -35,6 +35,7 @@ def shown(monkeypatch):
 def test_notes_and_warnings_stay_in_sight_and_other_lines_are_folded(shown):
     view = NotebookView("sft")
     view.say("  rows         40 prompt-completion; 0 bad (0 empty)")
+    view.say(f"output: {Path.cwd()}/output/sft")
     view.say("  note         the adapter is continued")
     view.say("  warning      no row is held out")
     before, folded = shown[-1].split("<details>")
@@ -42,6 +43,7 @@ def test_notes_and_warnings_stay_in_sight_and_other_lines_are_folded(shown):
     assert "Warning: no row is held out" in before
     assert "40 prompt-completion" in folded
     assert "40 prompt-completion" not in before
+    assert "output: output/sft" in folded  # paths below the working directory are short
 
 
 def test_a_bar_says_how_far_the_run_is_and_goes_at_its_end(shown):
@@ -54,12 +56,6 @@ def test_a_bar_says_how_far_the_run_is_and_goes_at_its_end(shown):
     view.end("finished")
     assert "finished, step 2 of 4" in shown[-1]
     assert "<progress" not in shown[-1]
-
-
-def test_paths_below_the_working_directory_are_short(shown):
-    view = NotebookView("sft")
-    view.say(f"output: {Path.cwd()}/output/sft")
-    assert "output: output/sft" in shown[-1]
 
 
 def test_lines_and_metrics_of_any_text_are_no_markup(shown):
@@ -75,20 +71,14 @@ def test_lines_and_metrics_of_any_text_are_no_markup(shown):
 def test_a_run_of_any_text_is_no_markup(tmp_path):
     home = tmp_path / "run <b>"
     home.mkdir()
-    answers = [
-        {"when": when, "prompt": HOSTILE, "answer": f"{HOSTILE}{when}"}
-        for when in ("before", "after")
-    ]
+    assert "run &lt;b&gt;" in Run(home)._repr_html_()  # of a model that is no run its path
+    answers = [{"when": w, "prompt": HOSTILE, "answer": HOSTILE + w} for w in ("before", "after")]
     facts = {"stage": HOSTILE, "status": HOSTILE, "answers": answers}
     facts["config"] = {"model_name_or_path": HOSTILE, "lora_dim": HOSTILE}
     (home / "run.json").write_text(json.dumps(facts))
-    lines = [
-        {"kind": "eval", "step": 0, "perplexity": HOSTILE, "loss": 1.0},
-        {**LINE, "step": 1},
-        {**LINE, "step": 2, "loss": "nan"},
-        {**LINE, "step": 3, "loss": 1.0},
-        {"kind": "event", "step": 3, "event": "warning", "message": HOSTILE},
-    ]
+    lines = [{"kind": "eval", "step": 0, "perplexity": HOSTILE, "loss": 1.0}]
+    lines += [{**LINE, "step": step, "loss": loss} for step, loss in enumerate([2.0, "nan", 1.0])]
+    lines.append({"kind": "event", "step": 3, "event": "warning", "message": HOSTILE})
     (home / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     html = Run(home)._repr_html_()
     assert is_harmless(html)
@@ -97,25 +87,19 @@ def test_a_run_of_any_text_is_no_markup(tmp_path):
     assert html.count("<polyline") == 1
 
 
-def test_a_model_that_is_no_run_shows_its_path(tmp_path):
-    assert str(tmp_path) in Run(tmp_path)._repr_html_()
-
-
 def test_a_curve_leaves_out_what_is_not_finite_and_says_its_range():
     lines = [{"step": n, "loss": value} for n, value in enumerate([3.0, "inf", 1.0, 2.0])]
-    html = curve_html([p for line in lines for p in point(line)])
-    assert "begins at 3, ends at 2; least 1, greatest 3" in html
-    assert len(re.search(r'points="([^"]*)"', html)[1].split()) == 3
-    assert curve_html([p for line in lines[:2] for p in point(line)]) == ""
+    words, path = curve([p for line in lines for p in point(line)])
+    assert words.endswith("begins at 3, ends at 2; least 1, greatest 3")
+    assert path.split() == ["4.0,4.0", "318.7,106.0", "476.0,55.0"]
+    assert curve([p for line in lines[:2] for p in point(line)]) is None
 
 
 def test_evaluations_are_the_first_and_the_last():
     evals = [{"step": step, "perplexity": 9.0 - step} for step in (0, 2, 4)]
-    html = eval_table(evals)
-    assert "after step 0" in html
-    assert "after step 2" not in html
-    assert ">5<" in html
-    assert eval_table([]) == ""
+    rows = [["after step 0", "9"], ["after step 4", "5"]]
+    assert eval_table(evals) == (["held-out", "perplexity"], rows)
+    assert eval_table([])[1] == []
 
 
 def test_no_view_outside_of_a_notebook():
@@ -138,7 +122,7 @@ def kernel(tmp_path_factory):
 
 def run_cell(client, code, *, on_message=lambda kind, content: None, seconds=120):
     """What a cell sends: pairs of a kind and a content."""
-    request, found, deadline = client.execute(code), [], time.monotonic() + seconds
+    request, sent, deadline = client.execute(code), [], time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             message = client.get_iopub_msg(timeout=1)
@@ -147,11 +131,11 @@ def run_cell(client, code, *, on_message=lambda kind, content: None, seconds=120
         if message["parent_header"].get("msg_id") != request:
             continue
         kind, content = message["msg_type"], message["content"]
-        found.append((kind, content))
+        sent.append((kind, content))
         on_message(kind, content)
         if kind == "status" and content["execution_state"] == "idle":
-            return found
-    raise AssertionError(f"{code!r} goes on after {seconds} s: {found}")
+            return sent
+    raise AssertionError(f"{code!r} goes on after {seconds} s: {sent}")
 
 
 @pytest.mark.thorough
@@ -168,38 +152,38 @@ def test_an_interrupt_saves_a_checkpoint_and_the_next_cell_works(kernel, tmp_pat
                 is_interrupted = True
                 manager.interrupt_kernel()
 
-    found = run_cell(
+    messages = run_cell(
         client,
         "import dschat_lora as dl\n"
         'run = dl.sft(lora_dim=4, max_steps=2000, output_dir="output/long", eval_ratio=0,\n'
         "    per_device_train_batch_size=4)",
         on_message=interrupt,
     )
-    (error,) = [content for kind, content in found if kind == "error"]
+    (error,) = [content for kind, content in messages if kind == "error"]
     assert error["ename"] == "Interrupted"
     assert error["traceback"] == [
         "Interrupted: a checkpoint is saved; go on by the same call with "
         'resume="latest", output_dir="output/long"'
     ]
-    assert not [content for kind, content in found if kind == "stream"]
-    shown = [c["data"]["text/plain"] for kind, c in found if kind == "update_display_data"]
+    assert not [content for kind, content in messages if kind == "stream"]
+    shown = [c["data"]["text/plain"] for kind, c in messages if kind == "update_display_data"]
     assert re.match(r"Supervised fine-tuning: stopped, step \d+ of 2,000", shown[-1])
 
-    found = run_cell(
+    messages = run_cell(
         client,
         'run = dl.sft(output_dir="output/long", resume="latest",\n'
         '    callbacks=[lambda event, step, metrics: "stop" if event == "train" else None])\n'
         "print(run.status, len(run.generate('Hi', max_new_tokens=2)) == 1)",
     )
-    assert not [content for kind, content in found if kind == "error"]
-    (text,) = [content["text"] for kind, content in found if kind == "stream"]
+    assert not [content for kind, content in messages if kind == "error"]
+    (text,) = [content["text"] for kind, content in messages if kind == "stream"]
     assert text == "stopped True\n"
 
 
 @pytest.mark.stage
 def test_a_wrong_option_shows_its_message_and_no_view(kernel):
     _, client = kernel
-    found = run_cell(client, "import dschat_lora as dl\ndl.sft(lora_dmi=8)")
-    (error,) = [content for kind, content in found if kind == "error"]
+    messages = run_cell(client, "import dschat_lora as dl\ndl.sft(lora_dmi=8)")
+    (error,) = [content for kind, content in messages if kind == "error"]
     assert "lora_dim" in error["evalue"]
-    assert not [content for kind, content in found if kind == "display_data"]
+    assert not [content for kind, content in messages if kind == "display_data"]

@@ -44,12 +44,6 @@ def test_the_same_prompts_before_and_after_are_compared_as_pairs():
     assert "rose from 1.00 \u00b1 0.30 to 1.80 \u00b1 0.30, 3.3 standard errors" in change.words
 
 
-def test_a_lower_perplexity_is_better():
-    for after, outcome in ((1.9, "learned"), (2.1, "worse"), (2.001, "unclear")):
-        evals = [{"step": 0, "perplexity": 2.0}, {"step": 9, "perplexity": after}]
-        assert outcome_of(RunData("sft", {"status": "finished"}, evals=evals)) == outcome
-
-
 def test_accuracy_has_the_binomial_standard_error_in_percent():
     evals = [{"step": s, "accuracy": a, "samples": 100} for s, a in ((0, 0.5), (5, 0.9))]
     (change,) = changes_of(RunData("reward", evals=evals))
@@ -64,16 +58,20 @@ def test_a_reward_that_rises_while_the_judge_falls_is_not_called_learning(judge,
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome"),
-    [("running", "running"), ("failed: x", "failed"), ("interrupted by SIGTERM", "failed")],
+    ("status", "perplexity", "outcome"),
+    [
+        ("finished", (2.0, 1.9), "learned"),  # a lower one is better
+        ("finished", (2.0, 2.1), "worse"),
+        ("finished", (2.0, 2.001), "unclear"),
+        ("finished", (2.0,), "unknown"),
+        ("running", (2.0, 1.9), "running"),
+        ("failed: x", (2.0, 1.9), "failed"),
+        ("interrupted by SIGTERM", (2.0, 1.9), "failed"),
+    ],
 )
-def test_a_run_that_has_not_finished_is_not_judged(status, outcome):
-    run = rewards(1.0, 9.0, 0.1)
-    assert outcome_of(RunData("rlhf", {"status": status}, evals=run.evals)) == outcome
-
-
-def test_without_two_evaluations_nothing_is_claimed():
-    assert outcome_of(RunData("sft", {"status": "finished"})) == "unknown"
+def test_a_finished_run_is_judged_by_its_first_and_its_last_evaluation(status, perplexity, outcome):
+    evals = [{"step": step, "perplexity": value} for step, value in enumerate(perplexity)]
+    assert outcome_of(RunData("sft", {"status": status}, evals=evals)) == outcome
 
 
 @pytest.mark.parametrize(

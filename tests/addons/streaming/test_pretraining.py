@@ -8,7 +8,7 @@ from streams import streaming
 from data.hand_tokenizers import build_byte_tokenizer
 from dschat_lora.addons.streaming.loader import Stream, StreamLoader
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.loader import make_rows
+from dschat_lora.data.packing import make_rows
 from dschat_lora.data.sources import StreamError
 from dschat_lora.rl.learn.pretraining import Pretraining
 

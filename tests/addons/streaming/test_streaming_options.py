@@ -1,6 +1,5 @@
 """What is read while training: what cannot be is refused, large data of the hub is by itself."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -78,32 +77,6 @@ def test_data_that_is_not_known_to_be_large_or_is_needed_whole_is_not(streams, n
 def test_a_loss_that_looks_at_all_pairs_before_is_not_streamed(streams):
     assert streams(DpoStageConfig, *TWO) == (False, "")
     assert streams(DpoStageConfig, *TWO, precompute_ref_log_probs=False)[0]
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"data_path": ("a",), "data_split": "2,4,4"},
-            "--data_split needs to know the number of rows, which --streaming does not; give "
-            "--data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own",
-        ),
-        (
-            {"data_path": ("a", "b"), "mixture_temperature": 2.0},
-            "--mixture_temperature 2 needs shares in --data_path, as in a.jsonl:0.6 b/:0.4: "
-            "--streaming does not know the rows",
-        ),
-        (
-            {"data_path": ("a", "b"), "max_repeats": (1, 2)},
-            "--max_repeats 1 2: --streaming reads sources without shares as one; give one number",
-        ),
-    ],
-)
-def test_what_needs_all_of_the_data_before_is_refused(options, message):
-    config = build_config(SupervisedConfig, {"streaming": True, "max_steps": 5} | options)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        through_addons(config, "before_data")
 
 
 @pytest.mark.parametrize(

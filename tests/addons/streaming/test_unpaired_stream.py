@@ -7,8 +7,7 @@ import pytest
 from streams import streaming
 
 from data.hand_tokenizers import build_byte_tokenizer
-from dschat_lora.addons.streaming.loader import Stream
-from dschat_lora.addons.streaming.stream import Block
+from dschat_lora.addons.streaming.loader import Stream, StreamBlock
 from dschat_lora.data.prepare import prepare
 from dschat_lora.data.sources import StreamError
 
@@ -37,7 +36,7 @@ def streamed_blocks(path, count, *, state=None, **options):
     )
     stream.begin(state)
     try:
-        return [Block.decode(stream.next(), "unpaired") for _ in range(count)]
+        return [StreamBlock.decode(stream.next(), "unpaired") for _ in range(count)]
     finally:
         stream.close()
 
