@@ -141,7 +141,7 @@ def test_the_stages_generate_and_merge_run(alone):
     )
     asked = ["generate", "sft", "--chat", "What is 2 plus 3?", "--max_new_tokens", "4"]
     lists = [*([*each, *short] for each in (sft, pairs, dpo, rlhf)), asked, ["merge", "sft"]]
-    heavy = ("supervised.pair_stages", "supervised.generate", "rl.loop.train", "runtime.merge")
+    heavy = ("supervised.stages", "supervised.generate", "rl.loop.train", "runtime.merge")
     for code, said in commands(alone, *lists, modules=heavy):
         assert code == 0, said
     assert (alone / "sft" / "model" / "config.json").is_file()

@@ -65,7 +65,7 @@ STAGES: Mapping[str, Stage] = {
     "reward": Stage(
         "config.stages:RewardStageConfig",
         "runtime.validation:check_reward",
-        "supervised.pair_stages:run_reward",
+        "supervised.stages:run_reward",
         """examples:
   dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
         {"model_name_or_path": ("sft",)},
@@ -73,7 +73,7 @@ STAGES: Mapping[str, Stage] = {
     "dpo": Stage(
         "config.stages:DpoStageConfig",
         "runtime.validation:check_dpo",
-        "supervised.pair_stages:run_dpo",
+        "supervised.stages:run_dpo",
         """examples:
   dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",
         {"model_name_or_path": ("sft",)},

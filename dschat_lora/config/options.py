@@ -16,7 +16,7 @@ import typing
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
@@ -53,13 +53,8 @@ NEVER, ELSEWHERE = "never", "elsewhere"
 _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
 
 
-@overload
-def option(*, help: str, section: str | None = None, hint: str = "", settled: str = "") -> Any: ...
-
-
-@overload
 def option(
-    default: ValueT,
+    default: ValueT = dataclasses.MISSING,  # type: ignore[assignment]
     *,
     help: str,
     section: str | None = None,
@@ -69,21 +64,7 @@ def option(
     names: Sequence[str] = (),
     runs: str = "",
     replaces: Sequence[str] = (),
-) -> ValueT: ...
-
-
-def option(
-    default: object = dataclasses.MISSING,
-    *,
-    help: str,
-    section: str | None = None,
-    hint: str = "",
-    settled: str = "",
-    when: When = "",
-    names: Sequence[str] = (),
-    runs: str = "",
-    replaces: Sequence[str] = (),
-) -> object:
+) -> ValueT:
     """A dataclass field with a help line; every command-line option has one.
 
     The first line of ``help`` says of an everyday option what a newcomer needs, further lines what
@@ -109,7 +90,8 @@ def option(
     about: dict[str, object] = {"help": help, "section": section, "hint": hint}
     about |= {"settled": settled, "when": when, "names": tuple(names), "runs": runs}
     about["replaces"] = tuple(replaces)
-    return dataclasses.field(default=default, metadata=about)
+    field: ValueT = dataclasses.field(default=default, metadata=about)
+    return field
 
 
 def classic(default: ValueT, *, help: str, hint: str = "", when: When = "") -> ValueT:

@@ -46,11 +46,6 @@ def other_names() -> dict[str, list[OtherName]]:
     return table
 
 
-def plain_name(option: str) -> str:
-    """An option without its dashes, and without the part of an axolotl file that has TRL's."""
-    return option.lstrip("-+").replace("-", "_").removeprefix("trl.")
-
-
 def dotted_name(name: object, value: object) -> str:
     """``algorithm.gamma`` of a file with ``algorithm: {gamma: 1}``, as other trainers' are."""
     parts = {*other_names(), "trl.*"}

@@ -245,10 +245,11 @@ class Parser(argparse.ArgumentParser):
 
 def unknown_option(text: str, names: Collection[str]) -> str:
     """The message about ``text``, which is none of ``names``."""
-    from dschat_lora.config.other_names import GONE, GONE_SINCE, other_names, plain_name, same_here
+    from dschat_lora.config.other_names import GONE, GONE_SINCE, other_names, same_here
 
     given = text.split("=")[0]
-    name = plain_name(given)
+    # Without the part of an axolotl file that has TRL's.
+    name = given.lstrip("-+").replace("-", "_").removeprefix("trl.")
     if name in GONE:
         return f"option --{name} is gone since version {GONE_SINCE}; leave it out"
     same = same_here(name, names)

@@ -299,11 +299,5 @@ class InferenceConfig:
 
     def model(self, model_name_or_path: str | None = None) -> ModelConfig:
         """Options of loading this model."""
-        return ModelConfig(
-            model_name_or_path=model_name_or_path,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            base_bits=self.base_bits,
-            trust_remote_code=self.trust_remote_code,
-            chat_template=self.chat_template,
-        )
+        own = {name: value for name, value in vars(self).items() if name != "chat_template_kwargs"}
+        return ModelConfig(model_name_or_path=model_name_or_path, **own)

@@ -15,11 +15,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, Lo
 from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
-from dschat_lora.engine.adamw import SteppedAdamW, Update
 from dschat_lora.engine.distributed import data_world_size, destroy_at_shutdown, device, grid
 from dschat_lora.engine.ds_config import engine_config, loss_scaling, zero_options
 from dschat_lora.engine.results import read_later
-from dschat_lora.engine.zero import gather_with_parents
+from dschat_lora.engine.zero import free_between_passes, gather_with_parents
 
 NetworkT = TypeVar("NetworkT", bound=nn.Module, covariant=True)
 
@@ -29,6 +28,9 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 # Elements that ranks sum at once at ZeRO 0, where a copy of them is made: 400 MB in fp32.
 BUCKET_SIZE = 100_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Updates tensors and moments in place; see :func:`dschat_lora.algos.adamw.adamw_`.
+Update = Callable[..., None]
 
 
 def resolve_dtype(name: str) -> str:
@@ -78,8 +80,6 @@ class TrainEngine(Generic[NetworkT]):
         self._peak_rates = [float(group["lr"]) for group in self.adam.param_groups]
         self.group_names = [group.get("name", "") for group in self.adam.param_groups]
         if self.zero_stage == 3:
-            from dschat_lora.engine.linear import free_between_passes
-
             free_between_passes(model)
             gather_with_parents(model)
         self._engine, *_ = deepspeed.initialize(
@@ -179,7 +179,18 @@ class TrainEngine(Generic[NetworkT]):
         second engine's step, or the next one, can be queued behind it; where losses are scaled
         the outcome is to be read before the next backward pass. Call on every rank.
         """
-        return self._plain_step() if self.zero_stage == 0 else self._zero_step()
+        if self.zero_stage == 0:
+            return self._plain_step()
+        scale = float(self.optimizer.loss_scale)
+        self._engine.step()
+        skipped = bool(self.optimizer.overflow)
+        norm = math.inf if skipped else float(self._engine.get_global_grad_norm())
+        if self.zero_stage == 3:
+            # deepspeed 0.19 copies into the gradient shards only in a window's first backward and
+            # adds in later ones: a parameter unused in the first would otherwise meet the previous
+            # window's gradient.
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+        return lambda: StepOutcome(norm, skipped, scale)
 
     def _average_gradients(self) -> None:
         """Make every gradient the ranks' mean, in few and large pieces, and 0 where unused.
@@ -230,18 +241,6 @@ class TrainEngine(Generic[NetworkT]):
         total = torch.where(parts, squares, 0.0).sum()
         dist.all_reduce(total, group=ranks.tensor_group)
         return (total + torch.where(parts, 0.0, squares).sum()).sqrt().float()
-
-    def _zero_step(self) -> Callable[[], StepOutcome]:
-        scale = float(self.optimizer.loss_scale)
-        self._engine.step()
-        skipped = bool(self.optimizer.overflow)
-        norm = math.inf if skipped else float(self._engine.get_global_grad_norm())
-        if self.zero_stage == 3:
-            # deepspeed 0.19 copies into the gradient shards only in a window's first backward and
-            # adds in later ones: a parameter unused in the first would otherwise meet the previous
-            # window's gradient.
-            self.optimizer.grad_partitions_flat_buffer.zero_()
-        return lambda: StepOutcome(norm, skipped, scale)
 
     def _attach_scaler(self) -> LossScalerBase | None:
         """A dynamic loss scale for fp16 compute with fp32 trained tensors, else None."""
@@ -339,3 +338,52 @@ def _buckets(parameters: Iterable[nn.Parameter], size: int) -> Iterator[list[nn.
         bucket.append(parameter)
         filled += parameter.numel()
     yield bucket
+
+
+class SteppedAdamW(torch.optim.Optimizer):
+    """AdamW whose update is given as a function, with the state of torch's own."""
+
+    grad_scale: Tensor | None = None  # gradients are to be divided by it
+    found_inf: Tensor | None = None  # not 0 where the step is to be left out
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        update: Update,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(groups, {"lr": 1e-3, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._update = update
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        if self.found_inf is not None and bool(self.found_inf):
+            return
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[p] for p in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                if not state:
+                    zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    state.update(step=torch.tensor(0.0), **zeros)
+            gradients = [p.grad for p in parameters]
+            if self.grad_scale is not None:
+                gradients = [g / self.grad_scale for g in gradients]
+            for state in states:
+                state["step"] += 1
+            self._update(
+                parameters,
+                gradients,
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                step=int(states[0]["step"]),
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )

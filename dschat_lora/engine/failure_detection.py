@@ -247,7 +247,15 @@ class FailureDetector:
         here = [m for m in self.members if m.host == host]
         speaker = min(m.rank for m in here if m.rank not in self._lost) if outcome.everywhere else 0
         if outcome.words is not None and not self._said and self.rank == speaker:
-            self._print_reason(outcome.words, everywhere=outcome.everywhere)
+            words, remedy = outcome.words, ""
+            if self.recovery_message is not None:
+                with suppress(Exception):  # it reads and writes files, perhaps of a lost disk
+                    remedy = self.recovery_message(words)
+            if outcome.everywhere:  # a process was lost
+                words = f"error: {words}{remedy and '; '}{remedy}"
+            self._said = True
+            with suppress(OSError):
+                os.write(2, f"{words}\n".encode())
             for member in here:  # that are stopped: nobody else would end them
                 if member.rank in self._lost.keys() & self._connections.keys():
                     with suppress(OSError):
@@ -256,18 +264,6 @@ class FailureDetector:
         if not outcome.everywhere:
             time.sleep(_GRACE_SECONDS)
         os._exit(outcome.code)
-
-    def _print_reason(self, words: str, *, everywhere: bool) -> None:
-        """Tell the person why the run ends and, where a process was lost, how to go on."""
-        remedy = ""
-        if self.recovery_message is not None:
-            with suppress(Exception):  # it reads and writes files, perhaps of a lost disk
-                remedy = self.recovery_message(words)
-        if everywhere:
-            words = f"error: {words}{remedy and '; '}{remedy}"
-        self._said = True
-        with suppress(OSError):
-            os.write(2, f"{words}\n".encode())
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         for rank, connection in self._connections.items():

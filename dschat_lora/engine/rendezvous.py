@@ -153,8 +153,16 @@ def complete_launch_variables() -> None:
 
 def this_member() -> Member:
     """This process, as its launcher and its machine say."""
-    rank, spread = int(os.environ["RANK"]), not is_one_host()
-    return Member(rank, socket.gethostname(), os.getpid(), _software() if spread else {})
+    software: dict[str, str] = {}  # versions that have to be the same on all hosts
+    if not is_one_host():
+        digest = hashlib.blake2b(digest_size=6)
+        for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+        software["dschat_lora's code"] = digest.hexdigest()
+        for name in ("torch", "transformers", "deepspeed"):
+            with suppress(PackageNotFoundError):
+                software[name] = version(name)
+    return Member(int(os.environ["RANK"]), socket.gethostname(), os.getpid(), software)
 
 
 def rendezvous() -> tuple[dict[int, Connection], list[Member]]:
@@ -176,8 +184,18 @@ def rendezvous() -> tuple[dict[int, Connection], list[Member]]:
     connections, members = meet(me, deadline)
     for connection in connections.values():
         connection.sock.settimeout(10)
-        if connection.sock.family != socket.AF_UNIX:
-            _use_the_same_network(connection.sock, serves=me.rank == 0)
+        if connection.sock.family == socket.AF_UNIX:
+            continue
+        # Gloo is to use the network that leads to rank 0, by an address that every host can use.
+        import psutil
+
+        # IPv4 addresses as such, where an IPv6 socket carries them.
+        ends = (connection.sock.getsockname(), connection.sock.getpeername())
+        own, other = (end[0].removeprefix("::ffff:") for end in ends)
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address == own for each in addresses):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ["MASTER_ADDR"] = own if me.rank == 0 else other
     return connections, members
 
 
@@ -363,27 +381,3 @@ def usable_port(wanted: str | None) -> int:
         with suppress(OSError), socket.create_server(("", port)) as probe:
             return int(probe.getsockname()[1])
     raise OSError("no port of this host is free")
-
-
-def _use_the_same_network(sock: socket.socket, *, serves: bool) -> None:
-    """Have gloo use the network that leads to rank 0, by an address that every host can use."""
-    import psutil
-
-    # IPv4 addresses as such, where an IPv6 socket carries them.
-    own, other = (end()[0].removeprefix("::ffff:") for end in (sock.getsockname, sock.getpeername))
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == own for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-    os.environ["MASTER_ADDR"] = own if serves else other
-
-
-def _software() -> dict[str, str]:
-    """Versions that have to be the same on all hosts."""
-    digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    versions = {"dschat_lora's code": digest.hexdigest()}
-    for name in ("torch", "transformers", "deepspeed"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions

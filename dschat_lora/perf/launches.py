@@ -11,7 +11,7 @@ from torch import nn
 
 from dschat_lora.perf.architecture import text_blocks
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import BlockShape, LinearShape, ModelShape, step_flops
+from dschat_lora.perf.throughput import BlockShape, ModelShape, step_flops
 
 # Share of a card's dense peak that training is taken to reach: measured 0.38 to 0.45 with OPT-1.3B
 # on an H200, in training and scoring.
@@ -122,15 +122,13 @@ def _linears(shape: BlockShape) -> tuple[int, int, int]:
     shared = [len(each) - 1 for each in packed if each and all(x.adapter_trained for x in each)]
     return (
         sum(3 if linear.rank else 1 for linear in shape.linears) - sum(shared),
-        sum(map(_training, shape.linears)) - 3 * sum(shared),
+        sum(
+            8 if x.adapter_trained else (3 if x.rank else 1) + x.input_needs_grad + x.trained
+            for x in shape.linears
+        )
+        - 3 * sum(shared),
         sum(1 + any(linear.rank for linear in each) for each in packed if each),
     )
-
-
-def _training(linear: LinearShape) -> int:
-    if linear.adapter_trained:
-        return 8
-    return (3 if linear.rank else 1) + linear.input_needs_grad + linear.trained
 
 
 def pass_seconds(

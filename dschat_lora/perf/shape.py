@@ -185,11 +185,20 @@ def _block(block: nn.Module, stream: bool, layers: _Layers) -> tuple[BlockShape,
     norm_trains = any(parameter.requires_grad for parameter in rest.values())
     needs_grad = stream or norm_trains
     owned = _by_attention(block, linears)
-    attention = [x for of in owned.values() for x in _read_attention(of, needs_grad, width)]
+    attention: list[LinearShape] = []
+    for of in owned.values():  # the last one, and those of another width, read what others made
+        closes = [i > 0 and (x.in_features != width or x is of[-1]) for i, x in enumerate(of)]
+        attention += _in_order(of, closes, needs_grad)
     after = stream or any(x.output_needs_grad for x in attention)
     parallel = field(config, "use_parallel_residual", False)
     mlp = [x for x in linears if all(x not in of for of in owned.values())]
-    mlp = _read_mlp(mlp, (stream if parallel else after) or norm_trains, width)
+    # The same of layers side by side, such as experts, each with a last one of its own.
+    parents = [None, *(_parent(x.name) for x in mlp), None]
+    closes = [
+        i > 1 and (x.in_features != width or parents[i - 1] == parents[i] != parents[i + 1])
+        for i, x in enumerate(mlp, start=1)
+    ]
+    mlp = _in_order(mlp, closes, (stream if parallel else after) or norm_trains)
     modules = ((block.get_submodule(name), of) for name, of in owned.items())
     scored = [
         _attention_sizes(module, of, config)
@@ -227,33 +236,13 @@ def _by_attention(block: nn.Module, linears: Sequence[LinearShape]) -> dict[str,
     return owned
 
 
-def _read_attention(
-    linears: Sequence[LinearShape], needs_grad: bool, width: int
+def _in_order(
+    linears: Sequence[LinearShape], closes: Sequence[bool], needs_grad: bool
 ) -> list[LinearShape]:
-    """With what each reads: the last one, and those of another width, what others made."""
-    return _in_order(
-        [
-            replace(x, closes=i > 0 and (x.in_features != width or i == len(linears) - 1))
-            for i, x in enumerate(linears)
-        ],
-        needs_grad,
-    )
-
-
-def _read_mlp(linears: Sequence[LinearShape], needs_grad: bool, width: int) -> list[LinearShape]:
-    """The same for layers side by side, such as experts, each with a last one of its own."""
-    parents = [None, *(_parent(x.name) for x in linears), None]
-    closing = (
-        i > 1 and (x.in_features != width or parents[i - 1] == parents[i] != parents[i + 1])
-        for i, x in enumerate(linears, start=1)
-    )
-    marked = [replace(x, closes=closes) for x, closes in zip(linears, closing, strict=True)]
-    return _in_order(marked, needs_grad)
-
-
-def _in_order(linears: Sequence[LinearShape], needs_grad: bool) -> list[LinearShape]:
+    """The linears with whether they read what others made, and whether that needs a gradient."""
     ordered: list[LinearShape] = []
-    for chain in chains_of(linears):
+    marked = [replace(x, closes=each) for x, each in zip(linears, closes, strict=True)]
+    for chain in chains_of(marked):
         made = needs_grad
         for x in chain:
             ordered.append(replace(x, input_needs_grad=made if x.closes else needs_grad))

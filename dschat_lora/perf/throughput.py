@@ -215,12 +215,10 @@ def _forward(shape: ModelShape, positions: float, pairs: float) -> float:
 
 
 def deepspeed_chat_flops(
+    shape: ModelShape,
     *,
     batch_size: float,
     sequence_length: float,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
     lora_dim: int,
     gradient_checkpointing: bool,
 ) -> float:
@@ -233,15 +231,15 @@ def deepspeed_chat_flops(
 
     ``batch_size`` is the rows that one device processes in the step (DeepSpeed-Chat divides this
     per-device figure by the number of processes once more; that is not done here),
-    ``sequence_length`` their positions, padding included. ``vocab_size`` is counted even where
+    ``sequence_length`` their positions, padding included. The vocabulary is counted even where
     there is no such head; ``lora_dim`` is 0 without LoRA.
     """
-    factor = 4.0 if gradient_checkpointing else 3.0
+    factor, hidden_size = 4.0 if gradient_checkpointing else 3.0, shape.hidden_size
     if lora_dim > 0:
         factor -= 1 - 2 * lora_dim / hidden_size
-    linear = 24 * factor * batch_size * sequence_length * num_layers * hidden_size**2
+    linear = 24 * factor * batch_size * sequence_length * shape.num_layers * hidden_size**2
     attention = sequence_length / (6 * hidden_size)
-    head = vocab_size / (16 * num_layers * hidden_size)
+    head = shape.vocab_size / (16 * shape.num_layers * hidden_size)
     return linear * (1 + attention + head)
 
 
@@ -393,11 +391,9 @@ class Meter:
             return 0.0
         length = counts.num_scored_pairs / counts.num_positions
         flops = deepspeed_chat_flops(
+            shape,
             batch_size=counts.num_positions / length / self.world_size,
             sequence_length=length,
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            vocab_size=shape.vocab_size,
             lora_dim=shape.lora_dim,
             gradient_checkpointing=self.gradient_checkpointing,
         )

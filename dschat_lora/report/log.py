@@ -125,7 +125,14 @@ class RunLog:
             earlier = source.read_text(encoding="utf-8").splitlines(keepends=True)
             self._file.writelines(earlier[:num_lines])
             self._file.flush()
-        lines = _truncate(self._file, num_lines)
+        lines: list[bytes] = []
+        # Through this very descriptor: closing any other one of the file would drop the lock.
+        reader = self._file.buffer
+        reader.seek(0)
+        while len(lines) < num_lines and (line := reader.readline()).endswith(b"\n"):
+            lines.append(line)
+        self._file.truncate(sum(map(len, lines)))  # whole ones
+        self._file.seek(0, os.SEEK_END)
         self._num_lines = len(lines)
         if self._num_lines < num_lines:
             self.say(
@@ -266,19 +273,6 @@ def _check_in_place(file: TextIO) -> None:
     if not same:
         words = "it was moved, deleted or replaced while the run was writing to it"
         raise FileNotFoundError(errno.ENOENT, words, file.name)
-
-
-def _truncate(file: TextIO, num_lines: int) -> list[bytes]:
-    """The first ``num_lines`` whole lines, or as many as there are; what follows is cut off."""
-    lines: list[bytes] = []
-    # Through this very descriptor: closing any other one of the file would drop the lock.
-    reader = file.buffer
-    reader.seek(0)
-    while len(lines) < num_lines and (line := reader.readline()).endswith(b"\n"):
-        lines.append(line)
-    file.truncate(sum(map(len, lines)))
-    file.seek(0, os.SEEK_END)
-    return lines
 
 
 def jsonable(value: object) -> Any:

@@ -47,9 +47,13 @@ class RunRecord:
         """Add or replace top-level fields; if the disk refuses, the file stays as it was."""
         self._content |= fields
         if self._active and self.is_open:
-            text = _lists_on_a_line(json.dumps(jsonable(self._content), indent=2)) + "\n"
+            text = json.dumps(jsonable(self._content), indent=2)
+            # Every list of numbers and strings, which hold no line ends, on one line.
+            item = r'"(?:\\.|[^"\\])*"|[^"\[\]{}]'
+            lists = re.compile(rf"\[\n\s+((?:{item})*?)\n\s+\]")
+            text = lists.sub(lambda items: "[" + re.sub(r"\n\s+", " ", items[1]) + "]", text)
             try:
-                write_whole(self._path, text)
+                write_whole(self._path, f"{text}\n")
             except OSError as error:
                 self.failure = self.failure or error
 
@@ -61,16 +65,6 @@ class RunRecord:
     def append(self, name: str, item: object) -> None:
         """Add ``item`` to the list under ``name``."""
         self.update({name: [*self._content.get(name, []), item]})
-
-
-def _lists_on_a_line(text: str) -> str:
-    """Indented JSON with every list of numbers and strings on one line."""
-    item = r'"(?:\\.|[^"\\])*"|[^"\[\]{}]'  # strings hold no line ends
-    return re.sub(
-        rf"\[\n\s+((?:{item})*?)\n\s+\]",
-        lambda items: "[" + re.sub(r"\n\s+", " ", items[1]) + "]",
-        text,
-    )
 
 
 def package_versions() -> dict[str, str | None]:

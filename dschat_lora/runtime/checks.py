@@ -370,24 +370,17 @@ def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") 
     Raises:
         ValueError: naming the command with data.
     """
-    if not _reads_bundled_text(source):
+    fits, file = source.bundled, Path(source.tokenizer) / "tokenizer.json"
+    if not fits:  # what runs make of the bundled model has its vocabulary
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            own, bundled = (read_json(each) for each in (file, BUNDLED_MODEL / "tokenizer.json"))
+            fits = bool(own["model"]["vocab"] == bundled["model"]["vocab"])
+    if not fits:
         typed = f"--{role}model_name_or_path {shlex.quote(str(source.adapter or source.base))}"
         raise ValueError(
             f"{typed} needs data of its own, as the bundled data is for the bundled model: "
             f"add --data_path FILE, as in dschat-lora {stage} {typed} --data_path FILE"
         )
-
-
-def _reads_bundled_text(source: ModelSource) -> bool:
-    """Whether a model has the vocabulary of the bundled one, as what runs make of that has."""
-    if source.bundled:
-        return True
-    file = Path(source.tokenizer) / "tokenizer.json"
-    try:
-        own, bundled = (read_json(each) for each in (file, BUNDLED_MODEL / "tokenizer.json"))
-        return bool(own["model"]["vocab"] == bundled["model"]["vocab"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def check_function(option: str, name: str) -> None:

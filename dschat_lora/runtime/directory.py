@@ -4,7 +4,9 @@ import atexit
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +54,12 @@ class RunDirectory:
             ValueError: if a living run writes to it.
         """
         if given is None:
-            return cls(_first_free(name))
+            for number in count(1):
+                path = default_directory(name, number)
+                with suppress(FileExistsError):
+                    path.mkdir(parents=True)
+                    return cls(path)
+        assert given is not None
         path = cls.reopen(given).path
         for old in leftovers(path):
             if old.name not in _KEPT | spared:
@@ -115,19 +122,6 @@ def check_links(directory: Path) -> None:
     names = (*_WRITTEN_IN, *written_by_addons())
     for path in (*(directory / name for name in names), *directory.glob("checkpoint-*")):
         check_within(path, directory)
-
-
-def _first_free(name: str) -> Path:
-    """The first of output/NAME, output/NAME-2, ... that was free, created."""
-    number = 1
-    while True:
-        path = default_directory(name, number)
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        else:
-            return path
 
 
 def check_output_dir(config: "Resumable", _: object) -> None:

@@ -2,17 +2,14 @@
 
 from itertools import islice
 
-import torch
-
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
-from dschat_lora.data.prepare import ShownSample, preview
+from dschat_lora.data.prepare import preview
 from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.distributed import rank
 from dschat_lora.models.loading import Tokenizer
-from dschat_lora.perf.throughput import device_peak, measured_peak
-from dschat_lora.report.texts import duration, operations, sample_text
+from dschat_lora.report.texts import sample_text
 from dschat_lora.runtime.run import OpenRun
 
 # Samples among which one is looked for that is short enough to be shown whole.
@@ -31,7 +28,13 @@ def say_sample(
     if rank() != 0:
         return
     samples = preview(data, tokenizer, eos_id=int(tokenizer.eos_token_id), kind=kind)
-    texts = [(sample, _texts(sample, tokenizer)) for sample in islice(samples, _LOOKED_AT)]
+    texts = []
+    for sample in islice(samples, _LOOKED_AT):
+        shown = {
+            name: sample_text([tokenizer.decode([each]) for each in ids], supervised, colour=False)
+            for name, (ids, supervised) in sample.sequences.items()
+        }
+        texts.append((sample, shown))
     texts.sort(key=lambda pair: max(map(len, pair[1].values())) > _MOST_CHARACTERS)
     for sample, shown in texts[:1]:
         row = sample.row.rpartition("/")[2]
@@ -42,27 +45,6 @@ def say_sample(
             if len(text) > _MOST_CHARACTERS:
                 text = f"{text[: _MOST_CHARACTERS // 2]} ... {text[-_MOST_CHARACTERS // 2 :]}"
             run.log.say(f"  {title:<12} {text}")
-
-
-def _texts(sample: ShownSample, tokenizer: Tokenizer) -> dict[str, str]:
-    return {
-        name: sample_text([tokenizer.decode([each]) for each in ids], supervised, colour=False)
-        for name, (ids, supervised) in sample.sequences.items()
-    }
-
-
-def say_time(
-    run: OpenRun[StageConfig], *, steps: int, flops: float, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Say how long ``steps`` optimizer steps take at best, of ``flops`` operations a device."""
-    size, rounds = (4096, 10) if device.type == "cuda" else (1024, 3)
-    peak = device_peak(device, dtype)
-    rate = peak or measured_peak(device, dtype, size=size, rounds=rounds)
-    run.log.say(
-        f"  time         {duration(flops / rate / 1e12)} or more for {steps:,} steps: "
-        f"{operations(flops)} per device at {rate:.3g} TFLOP/s, the "
-        f"{'data sheet' if peak else 'measured'} rate of matrix products"
-    )
 
 
 def say_options(run: OpenRun[StageConfig]) -> None:

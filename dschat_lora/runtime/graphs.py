@@ -107,10 +107,6 @@ def obstacle(trained: TrainedModel, load: LoadConfig) -> str | None:
     """
     if device_type() != "cuda":
         return "graphs are a GPU's, and this is a CPU"
-    return _by_options(trained, load) or _by_model(trained.model)
-
-
-def _by_options(trained: TrainedModel, load: LoadConfig) -> str | None:
     model, settings = trained.model, trained.settings
     stage = settings.stage_in_use(
         settings.native_dtype(p for p in model.parameters() if p.requires_grad)
@@ -126,7 +122,7 @@ def _by_options(trained: TrainedModel, load: LoadConfig) -> str | None:
     }
     for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
         reasons[f"--{name} is not recorded"] = getattr(load, name, 0) > 0
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in reasons.items() if holds), None) or _by_model(model)
 
 
 def _by_model(model: nn.Module) -> str | None:

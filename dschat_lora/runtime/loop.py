@@ -411,24 +411,6 @@ class AnswerLog:
             self.run.log.say(f"  {when:<7}{text['prompt']!r} -> {text['answer']!r}")
         self.run.record.update({"answers": self.shown, "token_losses": self.losses})
 
-    def add_losses(
-        self,
-        when: str,
-        name: str,
-        ids: Sequence[int],
-        supervised: Sequence[bool],
-        losses: Sequence[float | None],
-    ) -> None:
-        """Keep the loss of each token of a held-out row; :meth:`show` records it."""
-        row = {
-            "when": when,
-            "name": name,
-            "tokens": [self.tokenizer.decode([each]) for each in ids],
-            "supervised": [int(each) for each in supervised],
-            "loss": [None if each is None else round(each, 4) for each in losses],
-        }
-        self.losses.append(row)
-
     def state(self) -> dict[str, Any]:
         return {"shown": self.shown, "losses": self.losses}
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -75,31 +75,6 @@ def whole_micro_batches(config: StageConfig, *, zero_stage: int) -> str | None:
     return config.bound_to_micro_batches or next((n for n, holds in reasons.items() if holds), None)
 
 
-def same_step(
-    config: ConfigT, recomputing: Sequence[str], sizes: Iterable[Mapping[str, int]]
-) -> Iterator[ConfigT]:
-    """Configs of the same optimizer step: as it is, and with these sizes of micro-batches.
-
-    Each comes with every combination of ``recomputing`` options on, the fewest first.
-    """
-    for values in ({}, *sizes):
-        for count in range(len(recomputing) + 1):
-            for on in combinations(recomputing, count):
-                yield with_values(config, {**values, **{n: n in on for n in recomputing}})
-
-
-def fastest(
-    configs: Iterable[ConfigT],
-    *,
-    need: Callable[[ConfigT], int],
-    seconds: Callable[[ConfigT], float],
-    budget: float,
-) -> ConfigT:
-    """The first of the fastest that need no more than ``budget``; else what needs least."""
-    ordered = sorted(configs, key=seconds)
-    return next((c for c in ordered if need(c) <= budget), None) or min(ordered, key=need)
-
-
 @dataclass(frozen=True)
 class StepCosts(Generic[ConfigT]):
     """What a step takes by its config, by estimate."""
@@ -131,15 +106,22 @@ class StepCosts(Generic[ConfigT]):
         return total
 
     def fastest(self, config: ConfigT, undecided: Sequence[str], *, splits: bool) -> ConfigT:
-        """Of the same step, with ``undecided`` options of recomputation on or off."""
+        """Of the same step, with ``undecided`` options of recomputation on or off.
+
+        The first of the fastest that fit the budget, those that recompute least before others; else
+        what needs least. ``splits`` allows for smaller micro-batches.
+        """
         longest = max(each.length * each.sequences for each in self.trained(config))
         sizes = smaller_micro_batches(config, longest=longest) if splits else ()
-        return fastest(
-            same_step(config, undecided, sizes),
-            need=lambda config: self.need(config) or 0,
-            seconds=lambda config: self.seconds(config) or 0.0,
-            budget=self.budget,
+        configs = (
+            with_values(config, {**values, **{name: name in on for name in undecided}})
+            for values in ({}, *sizes)
+            for count in range(len(undecided) + 1)
+            for on in combinations(undecided, count)
         )
+        ordered = sorted(configs, key=lambda each: self.seconds(each) or 0.0)
+        fitting = (each for each in ordered if (self.need(each) or 0) <= self.budget)
+        return next(fitting, None) or min(ordered, key=lambda each: self.need(each) or 0)
 
     def words(self, config: ConfigT) -> str:
         """Memory and time, for the log."""

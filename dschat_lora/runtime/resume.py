@@ -425,7 +425,16 @@ def _with_same_rows(
     for name, options in config.rows.items():
         rows = _count(state["identity"], name)
         unit = "rows" if len(options) > 1 else "micro-batches"
-        values = _same_product(rows, options, state["config"], now, shares=shares)
+        *micro_names, times_name = options
+        values: dict[str, int] = {}
+        for option in micro_names:  # where rows cannot be as many again, what comes near
+            micro = now[option] if option in now else _count(state["config"], option)
+            if option not in now:
+                fitting = [m for m in range(1, micro + 1) if rows % (m * shares) == 0]
+                micro = max(fitting, default=min(micro, max(1, rows // shares)))
+            values[option] = micro
+        at_once = math.prod(values.values()) * shares
+        values[times_name] = now.get(times_name, max(1, rows // at_once))
         product = math.prod(values.values()) * shares
         typed = [f"--{option} {value}" for option, value in values.items()]
         if product != rows:
@@ -438,30 +447,6 @@ def _with_same_rows(
         if any(state["config"].get(option) != value for option, value in values.items()):
             notes.append(f"{' '.join(typed)}: {_TURNS[name]} keeps {rows} {unit}")
     return config, differences, notes
-
-
-def _same_product(
-    rows: int,
-    options: tuple[str, ...],
-    then: Mapping[str, Any],
-    now: Mapping[str, Any],
-    *,
-    shares: int,
-) -> dict[str, int]:
-    """Rows of a share, if they are an option, and how often: with the shares ``rows`` again.
-
-    Where that cannot be, what comes near.
-    """
-    *micro_names, times_name = options
-    values: dict[str, int] = {}
-    for name in micro_names:
-        micro = now[name] if name in now else _count(then, name)
-        if name not in now:
-            fitting = [m for m in range(1, micro + 1) if rows % (m * shares) == 0]
-            micro = max(fitting, default=min(micro, max(1, rows // shares)))
-        values[name] = micro
-    at_once = math.prod(values.values()) * shares
-    return values | {times_name: now.get(times_name, max(1, rows // at_once))}
 
 
 def _count(values: Mapping[str, Any], name: str) -> int:

@@ -137,19 +137,16 @@ def claim_together(
 
     def claim() -> RunDirectory:
         if given is None and temporary:
-            return RunDirectory.temporary(name)
-        if given is not None and resumes_in_place(config):
-            return RunDirectory.reopen(given)
-        if resumes == "auto":
-            return RunDirectory.restart(given, name=name)
-        return RunDirectory.claim(given, name=name)
-
-    def occupy() -> RunDirectory:
-        claimed = claim()
+            claimed = RunDirectory.temporary(name)
+        elif given is not None and resumes_in_place(config):
+            claimed = RunDirectory.reopen(given)
+        else:
+            take = RunDirectory.restart if resumes == "auto" else RunDirectory.claim
+            claimed = take(given, name=name)
         ending.closing.enter_context(occupied(claimed.path))
         return claimed
 
-    ending.directory = claimed = on_rank_zero(occupy)
+    ending.directory = claimed = on_rank_zero(claim)
     return Path(broadcast_string("" if claimed is None else str(claimed.path)))
 
 

@@ -17,8 +17,7 @@ from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.media import MediaReader, media_reader
 from dschat_lora.data.prepare import Prepared, prepare
 from dschat_lora.data.rows import DataKind
-from dschat_lora.engine.adamw import Update
-from dschat_lora.engine.build import EngineSettings, resolve_dtype
+from dschat_lora.engine.build import EngineSettings, Update, resolve_dtype
 from dschat_lora.engine.distributed import (
     check_same,
     data_rank,

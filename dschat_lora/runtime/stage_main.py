@@ -167,26 +167,21 @@ def exits(program: Callable[[ConfigT], ResultT]) -> Callable[[ConfigT], ResultT]
             return program(config)
         except BaseException as error:
             if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
-                _fail_if_expected(error)
+                words = error_message(error)
+                if isinstance(error, ValueError):
+                    fail(words)
+                if isinstance(error, KeyboardInterrupt):
+                    fail("stopped by SIGINT", code=130)
+                # Types of libraries that are not imported here.
+                known = type(error).__name__ in ("SafetensorError", "OutOfMemoryError")
+                if known or isinstance(error, OSError):
+                    fail(words, code=1)
+                if limit := words_of_limit(error):
+                    fail(limit, code=1)
             tell_others(error)
             raise
 
     return main
-
-
-def _fail_if_expected(error: BaseException) -> None:
-    """End the process with one line, unless ``error`` is a fault of this package."""
-    words = error_message(error)
-    if isinstance(error, ValueError):
-        fail(words)
-    if isinstance(error, KeyboardInterrupt):
-        fail("stopped by SIGINT", code=130)
-    # Types of libraries that are not imported here.
-    known = type(error).__name__ in ("SafetensorError", "OutOfMemoryError")
-    if known or isinstance(error, OSError):
-        fail(words, code=1)
-    if limit := words_of_limit(error):
-        fail(limit, code=1)
 
 
 def tell_others(error: BaseException) -> None:

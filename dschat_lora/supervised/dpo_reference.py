@@ -78,7 +78,16 @@ def reference_logprobs(
     elif rank() == 0:
         say(f"  reference    log-probabilities of {len(pairs):,} {unit} are computed ...")
     if not broadcast_(torch.tensor(float(known is not None), device=engine.device)):
-        known = _compute(engine, pairs, rows, collate, batch_size, share, logprobs)
+        engine.eval()
+        shares, sums = share["world_size"], torch.zeros(len(pairs), 2, device=engine.device)
+        numbered = assign_to_ranks(rows, batch_size=batch_size, world_size=shares)
+        batches = eval_batches(pairs, rows=rows, batch_size=batch_size, collate=collate, **share)
+        for own_rows, batch in zip(numbered[share["rank"] :: shares], batches, strict=True):
+            of_batch = logprobs(engine, batch.to(engine.device))
+            if batch.num_samples:
+                sums[[n for row in own_rows for n in row]] = torch.stack(of_batch.chunk(2), dim=1)
+        # Each pair was counted on one rank, so the sum is a collection.
+        known = sum_tensor_(sums).cpu().numpy()
         if broken := int((~np.isfinite(known)).any(1).sum()):
             raise ValueError(
                 f"the reference's log-probabilities of {broken:,} of {len(pairs):,} {unit} are "
@@ -90,30 +99,6 @@ def reference_logprobs(
         values.copy_(torch.from_numpy(known))
     shared: NDArray[np.float32] = broadcast_(values).cpu().numpy()
     return shared
-
-
-def _compute(
-    engine: TrainEngine[BackboneModel],
-    pairs: TokenSet,
-    rows: Sequence[PackedRow],
-    collate: Collator,
-    batch_size: int,
-    share: Mapping[str, int],
-    logprobs: Callable[[Network, Any], Tensor],
-) -> NDArray[np.float32]:
-    engine.eval()
-    shares = share["world_size"]
-    numbered = assign_to_ranks(rows, batch_size=batch_size, world_size=shares)
-    batches = eval_batches(pairs, rows=rows, batch_size=batch_size, collate=collate, **share)
-    values = torch.zeros(len(pairs), 2, device=engine.device)
-    for own_rows, batch in zip(numbered[share["rank"] :: shares], batches, strict=True):
-        numbers = [number for row in own_rows for number in row]
-        of_batch = logprobs(engine, batch.to(engine.device))
-        if batch.num_samples:
-            values[numbers] = torch.stack(of_batch.chunk(2), dim=1)
-    # Each pair was counted on one rank, so the sum is a collection.
-    collected: NDArray[np.float32] = sum_tensor_(values).cpu().numpy()
-    return collected
 
 
 def _read(directory: Path, size: int) -> NDArray[np.float32] | None:

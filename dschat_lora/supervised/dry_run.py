@@ -1,15 +1,16 @@
 """What a supervised run would do, in the lines of ``--dry_run``."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.loader import Collator, StepLoader, Tail
-from dschat_lora.data.packing import SampleCounts
 from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.perf.shape import describe as describe_shape
-from dschat_lora.perf.throughput import step_flops
-from dschat_lora.runtime.dry_run import say_options, say_sample, say_time
+from dschat_lora.perf.throughput import device_peak, measured_peak, step_flops
+from dschat_lora.report.texts import duration, operations
+from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.loop import check_repeats
 from dschat_lora.supervised.batching import BatchLayout, train_loader
 from dschat_lora.supervised.loop import make_train_schedule
@@ -38,27 +39,28 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
     check_repeats(config.data, setup.data.times, schedule)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
-    passes = schedule.num_steps / max(1, loader.steps_per_epoch)
-    flops = passes * _epoch_flops(setup, loader.counts) / data_world_size()
+    flops, counts = 0.0, loader.counts
+    with suppress(ValueError):  # of an architecture that is not understood
+        epoch = step_flops(
+            describe_shape(setup.adapted.model),
+            num_tokens=float(counts.tokens.sum()),
+            num_attended=float(counts.attended.sum()),
+            num_targets=float(counts.targets.sum()),
+            gradient_checkpointing=is_on(config.model.gradient_checkpointing),
+        )
+        passes = schedule.num_steps / max(1, loader.steps_per_epoch)
+        flops = passes * epoch.hardware / data_world_size()
     if flops:
-        dtype = setup.settings.torch_dtype
-        say_time(run, steps=schedule.num_steps, flops=flops, device=device(), dtype=dtype)
+        here, dtype = device(), setup.settings.torch_dtype
+        size, rounds = (4096, 10) if here.type == "cuda" else (1024, 3)
+        peak = device_peak(here, dtype)
+        rate = peak or measured_peak(here, dtype, size=size, rounds=rounds)
+        run.log.say(
+            f"  time         {duration(flops / rate / 1e12)} or more for {schedule.num_steps:,} "
+            f"steps: {operations(flops)} per device at {rate:.3g} TFLOP/s, the "
+            f"{'data sheet' if peak else 'measured'} rate of matrix products"
+        )
     else:
         run.log.say("  time         unknown, or nothing is trained")
     say_sample(run, config.data, setup.tokenizer, setup.kind)
     say_options(run)
-
-
-def _epoch_flops(setup: SupervisedSetup, counts: SampleCounts) -> float:
-    """Operations of all devices in an epoch; 0 where the architecture is not understood."""
-    try:
-        shape = describe_shape(setup.adapted.model)
-    except ValueError:
-        return 0.0
-    return step_flops(
-        shape,
-        num_tokens=float(counts.tokens.sum()),
-        num_attended=float(counts.attended.sum()),
-        num_targets=float(counts.targets.sum()),
-        gradient_checkpointing=is_on(setup.config.model.gradient_checkpointing),
-    ).hardware

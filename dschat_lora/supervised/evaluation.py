@@ -157,7 +157,14 @@ class SampleAnswers:
         )
         losses = token_losses(self.engine, self.rows)
         for row, each in zip(self.rows, losses, strict=True):
-            self.answers.add_losses(when, row.name, row.ids, row.supervised, each)
+            fields = {
+                "when": when,
+                "name": row.name,
+                "tokens": [self.answers.tokenizer.decode([token]) for token in row.ids],
+                "supervised": [int(on) for on in row.supervised],
+                "loss": [None if loss is None else round(loss, 4) for loss in each],
+            }
+            self.answers.losses.append(fields)
         self.answers.show(when, zip(self.prompts, answers, strict=True))
 
 

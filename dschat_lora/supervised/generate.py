@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
@@ -96,16 +97,12 @@ def answer_prompts(
     Raises:
         ValueError: for a row that has no prompt.
     """
-    sampling = Sampling(
-        config.max_new_tokens,
-        do_sample=config.do_sample,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-    )
+    names = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k")
+    sampling = Sampling(**{name: getattr(config, name) for name in names})
     generate = AnswerGenerator(policy, sampling, batch_size=config.per_device_eval_batch_size)
-    count = 0
-    for records in _chunks(config, policy, config.per_device_eval_batch_size):
+    chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
+    waiting, count = all_prompts(config, chat), 0
+    while records := [*islice(waiting, config.per_device_eval_batch_size * BATCHES_AT_A_TIME)]:
         prompts = prompt_ids(records, policy, room)
         kept = [i for i, ids in enumerate(prompts) if ids is not None]
         copies = range(config.num_return_sequences)
@@ -187,18 +184,6 @@ def prompt_ids(
     tokenized = tokenize(records, make_encoder(policy.tokenizer), rule)
     samples = [each.sample for each in tokenized]
     return [s.input_ids.tolist() if isinstance(s, PromptSample) else None for s in samples]
-
-
-def _chunks(config: GenerateConfig, policy: LoadedPolicy, size: int) -> Iterator[list[TextRecord]]:
-    """Prompts of the line, then of the files."""
-    chat, records = make_chat(policy.tokenizer, config.loading.chat_template_kwargs), []
-    for record in all_prompts(config, chat):
-        records.append(record)
-        if len(records) == size * BATCHES_AT_A_TIME:
-            yield records
-            records = []
-    if records:
-        yield records
 
 
 def all_prompts(config: GenerateConfig, chat: Chat) -> Iterator[TextRecord]:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from itertools import count as count_from
 from itertools import islice
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from dschat_lora.perf.throughput import Flops, Meter, StepCounts
 from dschat_lora.report.log import RunLog, train_line
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.loop import Progress, TrainingLoop, broken_unless_finite, rate_metrics
-from dschat_lora.supervised.objectives import BatchLoss, CountedBatch, Means, Objective
+from dschat_lora.supervised.objectives import CountedBatch, Means, Objective
 
 ValueT = TypeVar("ValueT", float, Tensor)
 
@@ -133,7 +134,12 @@ def queue_steps(
             for index, batch in enumerate(window):
                 last = index == len(window) - 1
                 result = loss_of(engine, batch.to(engine.device))
-                totals = totals + _sums(result)
+                # Those of the loss, of each column, and of each source's targets.
+                parts = [*result.sums, *(column.sum() for column in result.columns.values())]
+                own = torch.stack([part.detach().double() for part in parts])
+                if result.by_source is not None:
+                    own = torch.cat([own, result.by_source])
+                totals = totals + own
                 loss = _mean_loss(result.sums, counts, objective)
                 if last:
                     shared = sum_with_requests(totals, requests())
@@ -146,7 +152,8 @@ def queue_steps(
         if isinstance(window, Window):
             metrics = window.metrics
             targets = window.source_targets if result.by_source is not None else {}
-        yield _Queued(
+        yield partial(
+            _read_step,
             read_later(shared),
             counts,
             outcome,
@@ -159,31 +166,32 @@ def queue_steps(
         )
 
 
-@dataclass(frozen=True)
-class _Queued:
-    """Results of a step that the device has been given."""
+def _read_step(
+    shared: Callable[[], Tensor],
+    counts: StepCounts,
+    outcome: Callable[[], StepOutcome],
+    learning_rates: dict[str, float],
+    objective: Objective,
+    *,
+    num_sums: int,
+    columns: Sequence[str],
+    source_targets: dict[str, int],
+    metrics: dict[str, float],
+) -> TrainStep:
+    """A step that the device has been given, for whose results the host waits.
 
-    shared: Callable[[], Tensor]  # sums over all ranks, and requests
-    counts: StepCounts
-    outcome: Callable[[], StepOutcome]
-    learning_rates: dict[str, float]
-    objective: Objective
-    num_sums: int  # of the loss
-    columns: tuple[str, ...]
-    source_targets: dict[str, int]
-    metrics: dict[str, float]  # of the window
-
-    def __call__(self) -> TrainStep:
-        """The step, for which the host waits."""
-        counts, outcome = self.counts, self.outcome()
-        values = iter(self.shared().tolist())
-        sums = list(islice(values, self.num_sums))
-        mean = _mean_loss(sums, counts, self.objective)
-        means: Means = {n: next(values) / max(1, counts.num_samples) for n in self.columns}
-        means = {**self.objective.combine(means), **_nll_mean(sums, counts), **self.metrics}
-        totals = {name: (next(values), n) for name, n in self.source_targets.items()}
-        means |= {f"loss/{name}": total / n if n else None for name, (total, n) in totals.items()}
-        return TrainStep(mean, counts, outcome, self.learning_rates, list(values), means)
+    ``shared`` gives sums over all ranks, the first ``num_sums`` of the loss, and requests.
+    ``metrics`` are the window's.
+    """
+    done = outcome()
+    values = iter(shared().tolist())
+    sums = list(islice(values, num_sums))
+    mean = _mean_loss(sums, counts, objective)
+    means: Means = {n: next(values) / max(1, counts.num_samples) for n in columns}
+    means = {**objective.combine(means), **_nll_mean(sums, counts), **metrics}
+    totals = {name: (next(values), n) for name, n in source_targets.items()}
+    means |= {f"loss/{name}": total / n if n else None for name, (total, n) in totals.items()}
+    return TrainStep(mean, counts, done, learning_rates, list(values), means)
 
 
 def in_turn(
@@ -225,13 +233,6 @@ def _nll_mean(sums: Sequence[float], counts: StepCounts) -> Means:
     if len(sums) == 1:
         return {}
     return {"nll_loss": sums[1] / max(1, counts.num_chosen_targets)}
-
-
-def _sums(result: BatchLoss) -> Tensor:
-    """Float64 sums: those of the loss, of each column, and of each source's targets."""
-    columns = [column.sum() for column in result.columns.values()]
-    own = torch.stack([part.detach().double() for part in [*result.sums, *columns]])
-    return own if result.by_source is None else torch.cat([own, result.by_source])
 
 
 @dataclass(frozen=True)

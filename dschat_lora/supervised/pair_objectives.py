@@ -24,8 +24,16 @@ def reward_objective(config: RewardConfig) -> Objective:
     """Learn which answer is better from scores; the engine is over a ``RewardModel``."""
 
     def loss(engine: Network, batch: PairBatch) -> BatchLoss:
-        compare = _compare_ends if config.reward_loss == "bradley_terry" else _compare_tokens
-        losses, scores = compare(engine, batch, config)
+        if config.reward_loss == "bradley_terry":
+            scores = score_ends(engine, batch)
+            chosen, rejected = scores.chunk(2)
+            center = config.center_rewards_coefficient
+            losses = bradley_terry_loss(chosen, rejected, batch.margins, center_coefficient=center)
+        else:  # from one forward pass
+            whole = _scores(engine, batch, torch.cat([batch.ends, *batch.compared]))
+            sizes = [len(batch.ends), *map(len, batch.compared)]
+            scores, chosen, rejected = torch.split(whole, sizes)
+            losses = per_token_loss(chosen, rejected, batch.compared_pair, len(batch.margins))
         chosen, rejected = scores.detach().chunk(2)
         return BatchLoss(losses.sum(), score_columns(chosen, rejected, batch))
 
@@ -35,25 +43,6 @@ def reward_objective(config: RewardConfig) -> Objective:
 def score_ends(engine: Network, batch: PairBatch) -> Tensor:
     """(2 P,) scores of a batch's sequences, each at its last token."""
     return _scores(engine, batch, batch.ends)
-
-
-def _compare_ends(engine: Network, batch: PairBatch, config: RewardConfig) -> tuple[Tensor, Tensor]:
-    """(P,) losses and (2 P,) scores."""
-    scores = score_ends(engine, batch)
-    chosen, rejected = scores.chunk(2)
-    coefficient = config.center_rewards_coefficient
-    losses = bradley_terry_loss(chosen, rejected, batch.margins, center_coefficient=coefficient)
-    return losses, scores
-
-
-def _compare_tokens(
-    engine: Network, batch: PairBatch, config: RewardConfig
-) -> tuple[Tensor, Tensor]:
-    """(P,) losses and (2 P,) scores, from one forward pass."""
-    score_positions = torch.cat([batch.ends, *batch.compared])
-    sizes = [len(batch.ends), *map(len, batch.compared)]
-    scores, chosen, rejected = torch.split(_scores(engine, batch, score_positions), sizes)
-    return per_token_loss(chosen, rejected, batch.compared_pair, len(batch.margins)), scores
 
 
 def _scores(engine: Network, batch: PairBatch, score_positions: Tensor) -> Tensor:

@@ -96,22 +96,18 @@ class LoadedRewardModel:
         order = sorted(samples, key=lambda i: len(samples[i].input_ids))
         for first in range(0, len(order), self._batch_size):
             chunk = order[first : first + self._batch_size]
-            for number, score in zip(chunk, self._score([samples[i] for i in chunk]), strict=True):
+            batch = self._collate([[samples[i]] for i in chunk]).to(device())
+            width = batch.input_ids.shape[1]
+            ends = [n * width + len(samples[i].input_ids) - 1 for n, i in enumerate(chunk)]
+            scores = self._network(
+                batch.input_ids,
+                batch.position_ids,
+                batch.segment_ids,
+                torch.zeros_like(batch.segment_ids),
+                torch.tensor(ends, device=device()),
+                batch.spans,
+            )
+            for number, score in zip(chunk, scores.tolist(), strict=True):
                 results[number] = score
         check_measured(records, results, "the score")
         return results
-
-    def _score(self, samples: Sequence[SequenceSample]) -> list[float]:
-        batch = self._collate([[sample] for sample in samples]).to(device())
-        rows, width = batch.input_ids.shape
-        lengths = torch.tensor([len(sample.input_ids) for sample in samples])
-        scores = self._network(
-            batch.input_ids,
-            batch.position_ids,
-            batch.segment_ids,
-            torch.zeros_like(batch.segment_ids),
-            (torch.arange(rows) * width + lengths - 1).to(device()),
-            batch.spans,
-        )
-        values: list[float] = scores.tolist()
-        return values

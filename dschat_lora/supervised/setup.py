@@ -140,7 +140,7 @@ def set_up(
     facts = (adapted, config, settings)
     one = {"model": trained_model(*facts)}
     plan, graphs = plan_graphs(memory_plan_of(*facts), one, config.model, free=free)
-    _describe(config, settings, adapted, run, plan, recorded=bool(graphs))
+    _describe(run, settings, adapted, plan, recorded=bool(graphs))
     identity: dict[str, Any] = {}
     if run.directory is not None:
         run.closing.enter_context(
@@ -186,16 +186,15 @@ def _fitted(
 
 
 def _describe(
-    config: SupervisedConfig,
+    run: OpenRun[SupervisedConfig],
     settings: EngineSettings,
     adapted: AdaptedModel,
-    run: OpenRun[SupervisedConfig],
     plan: MemoryPlan | None,
     *,
     recorded: bool,
 ) -> None:
     """Show and record parameter counts, compute type, ZeRO stage and the need of memory."""
-    total = num_elements(adapted.model.parameters())
+    config, total = run.config, num_elements(adapted.model.parameters())
     trained = trained_elements(adapted.model)
     run.log.say(
         f"  parameters   {total:,}, of which {trained:,} train ({trained / total:.2%}); "

@@ -1,17 +1,33 @@
-"""The program of step 1, from a checked config to the saved result or its plan."""
+"""Programs of steps 1 and 2 and of DPO, from a checked config to the saved result or its plan."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.addons import load, provided
+from dschat_lora.config.stages import (
+    DpoStageConfig,
+    PairConfig,
+    RewardStageConfig,
+    SupervisedConfig,
+)
+from dschat_lora.data.batch import PairCollator, PairLayout
 from dschat_lora.models.build import check_balancing
-from dschat_lora.models.causal_lm import CausalLMLoss
+from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
+from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import OpenRun, open_run
-from dschat_lora.runtime.validation import check_supervised
-from dschat_lora.supervised.batching import make_sample_layout, resolve_head
-from dschat_lora.supervised.objectives import SUPERVISED
-from dschat_lora.supervised.setup import build_engine, set_up
+from dschat_lora.runtime.validation import check_dpo, check_reward, check_supervised
+from dschat_lora.supervised.batching import make_pair_layout, make_sample_layout, resolve_head
+from dschat_lora.supervised.dpo_reference import make_reference
+from dschat_lora.supervised.objectives import SUPERVISED, AnswerLoss
+from dschat_lora.supervised.pair_objectives import (
+    answer_logprobs,
+    dpo_objective,
+    reward_objective,
+)
+from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
 from dschat_lora.supervised.train import make_answers, train
 
 
@@ -40,3 +56,80 @@ def train_sft(run: OpenRun[SupervisedConfig]) -> None:
     resolve_head(engine, len(setup.tokenizer), run)
     layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
     train(setup, engine, setup.data, layout, SUPERVISED, answers=answers)
+
+
+def run_reward(config: RewardStageConfig, caller: Caller = NOBODY) -> Path | None:
+    """Step 2, a reward model from pairs of answers; as :func:`run_sft`."""
+    with open_run(config, name="reward", check=check_reward, caller=caller) as run:
+        train_reward(run)
+    return run.directory
+
+
+def run_dpo(config: DpoStageConfig, caller: Caller = NOBODY) -> Path | None:
+    """Direct preference optimisation, and the losses related to it; as :func:`run_sft`."""
+    with open_run(config, name="dpo", check=check_dpo, caller=caller) as run:
+        train_dpo(run)
+    return run.directory
+
+
+def train_reward(run: OpenRun[RewardStageConfig]) -> None:
+    """Train, evaluate and save; call on every rank."""
+    setup = set_up(run, phase=2, kind="pairs", task="SEQ_CLS")
+    if run.directory is None:
+        from dschat_lora.supervised.dry_run import show_plan
+
+        show_plan(setup, planned_collator(run.config.pairs))
+        return
+    if run.config.reward.reward_loss != "bradley_terry":
+        note_unused_margins(setup)
+    engine = build_engine(setup, RewardModel(setup.adapted.model))
+    layout = make_pair_layout(setup, engine, run.config.pairs)
+    train(setup, engine, setup.data, layout, reward_objective(run.config.reward))
+
+
+def loss_of_type(config: DpoStageConfig) -> AnswerLoss:
+    """What ``--loss_type`` names, of pairs or of an add-on."""
+    if config.dpo.is_unpaired:
+        loss: AnswerLoss = load(provided("answer_loss")[config.dpo.loss_type])
+        return loss
+    return AnswerLoss(
+        collator=planned_collator(config.pairs),
+        make_layout=partial(make_pair_layout, pairs=config.pairs),
+        make_objective=lambda _, reference: dpo_objective(config.dpo, reference),
+        logprobs=answer_logprobs,
+        begin=note_unused_margins,
+        kind="pairs",
+        unit="pairs",
+        passes=0,
+    )
+
+
+def planned_collator(pairs: PairConfig) -> Callable[[int], PairCollator]:
+    """What makes batches of pairs, of a padding token's id, as far as options tell."""
+    layout: PairLayout = "shared" if pairs.share_prompt else "separate"
+    return partial(PairCollator, layout=layout, tight=True)
+
+
+def train_dpo(run: OpenRun[DpoStageConfig]) -> None:
+    """Train, evaluate and save; call on every rank."""
+    loss = loss_of_type(run.config)
+    setup = set_up(run, phase=2, kind=loss.kind, task="CAUSAL_LM")
+    if run.directory is None:
+        from dschat_lora.supervised.dry_run import show_plan
+
+        show_plan(setup, loss.collator)
+        return
+    loss.begin(setup)
+    engine = build_engine(setup, CausalLMLogprobs(setup.adapted.model))
+    resolve_head(engine, len(setup.tokenizer), run)
+    layout = loss.make_layout(setup, engine)
+    reference = make_reference(setup, engine, layout, run.config.dpo, loss)
+    train(
+        setup,
+        engine,
+        reference,
+        layout,
+        reference.objective,
+        answers=make_answers(setup, engine),
+        extra_flops=reference.extra_flops,
+    )

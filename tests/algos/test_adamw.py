@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dschat_lora.algos.adamw import adamw_
-from dschat_lora.engine.adamw import SteppedAdamW
+from dschat_lora.engine.build import SteppedAdamW
 
 START = [1.0, -2.0, 0.5]
 GRADIENTS = [[0.1, -0.2, 0.3], [0.05, 0.1, -0.3], [-0.2, 0.0, 0.1]]

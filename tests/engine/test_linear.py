@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dschat_lora.engine.linear import free_between_passes
+from dschat_lora.engine.zero import free_between_passes
 
 
 def layers(*, bias=True, frozen=False):

@@ -290,8 +290,8 @@ def _iteration(
         max_length=LONGEST,
     )
     results = []
-    for result in updater.steps(factor_of):
-        results.append(asdict(result))
+    for read in updater.queue_steps(factor_of):
+        results.append(asdict(read()))
         if average is not None:
             average.update()
     experience = updater.experience

@@ -28,7 +28,7 @@ from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
 from dschat_lora.supervised.loop import evaluate, train_steps
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective, reward_objective
-from dschat_lora.supervised.pair_stages import loss_of_type
+from dschat_lora.supervised.stages import loss_of_type
 from helpers.runs import (
     LORA,
     RATE,

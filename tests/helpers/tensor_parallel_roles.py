@@ -18,7 +18,7 @@ from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.parallel import own_part, whole_sequences
 from dschat_lora.rl.draw.generator import Generator
-from dschat_lora.supervised.pair_stages import run_dpo, run_reward
+from dschat_lora.supervised.stages import run_dpo, run_reward
 from helpers.rlhf_course import LETTERS, train_rlhf, vowels
 from helpers.runs import load_model, release
 from helpers.step1 import metrics, write_jsonl

@@ -1,6 +1,7 @@
 """Counted FLOPs against torch's FlopCounterMode, tables worked out by hand, and the classic."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,11 +301,9 @@ def test_flops_per_token_of_published_sizes(
     assert flops.hardware / 512 / 1e9 == pytest.approx(checkpointed, rel=3e-3)
     for gradient_checkpointing, expected in ((False, classic), (True, classic_checkpointed)):
         by_formula = deepspeed_chat_flops(
+            shape,
             batch_size=1,
             sequence_length=512,
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            vocab_size=shape.vocab_size,
             lora_dim=shape.lora_dim,
             gradient_checkpointing=gradient_checkpointing,
         )
@@ -313,30 +312,18 @@ def test_flops_per_token_of_published_sizes(
 
 def test_classic_formula_is_right_for_full_training_with_checkpointing():
     """Its one exact case: 8 N T + 16 h T^2 L + 6 T h V with N = 12 L h^2."""
-    flops = deepspeed_chat_flops(
-        batch_size=1,
-        sequence_length=10,
-        num_layers=2,
-        hidden_size=6,
-        vocab_size=50,
-        lora_dim=0,
-        gradient_checkpointing=True,
-    )
+    shape = SimpleNamespace(num_layers=2, hidden_size=6, vocab_size=50)
+    settings = {"lora_dim": 0, "gradient_checkpointing": True}
+    flops = deepspeed_chat_flops(shape, batch_size=1, sequence_length=10, **settings)
     assert flops == pytest.approx(8 * 864 * 10 + 16 * 6 * 100 * 2 + 6 * 10 * 6 * 50)
 
 
 def test_classic_tflops_are_per_second_and_in_units_of_1e12():
-    step = {
-        "batch_size": 8,
-        "sequence_length": 512,
-        "num_layers": 24,
-        "hidden_size": 2048,
-        "vocab_size": 50272,
-        "lora_dim": 128,
-        "gradient_checkpointing": True,
-    }
+    shape = SimpleNamespace(num_layers=24, hidden_size=2048, vocab_size=50272)
+    step = {"batch_size": 8, "sequence_length": 512, "lora_dim": 128}
     # 8.35 GFLOP per token, 4096 tokens, half a second
-    assert deepspeed_chat_flops(**step) / 0.5 / 1e12 == pytest.approx(68.4, rel=1e-3)
+    flops = deepspeed_chat_flops(shape, **step, gradient_checkpointing=True)
+    assert flops / 0.5 / 1e12 == pytest.approx(68.4, rel=1e-3)
 
 
 def test_parameters_that_zero_3_partitioned_are_described_like_whole_ones():

@@ -1,5 +1,6 @@
 import resource
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,15 +73,10 @@ def test_mfu_is_unknown_where_the_peak_is(shape):
 def test_classic_tflops_of_mixed_rows_are_the_sum_over_the_rows(shape):
     timer = meter(shape, [0.0, 2.0])
     timer.start()
-    settings = {
-        "num_layers": 3,
-        "hidden_size": 32,
-        "vocab_size": 80,
-        "lora_dim": 4,
-        "gradient_checkpointing": True,
-    }
-    by_row = deepspeed_chat_flops(batch_size=2, sequence_length=8, **settings)
-    by_row += deepspeed_chat_flops(batch_size=1, sequence_length=16, **settings)
+    sizes = SimpleNamespace(num_layers=3, hidden_size=32, vocab_size=80)
+    settings = {"lora_dim": 4, "gradient_checkpointing": True}
+    by_row = deepspeed_chat_flops(sizes, batch_size=2, sequence_length=8, **settings)
+    by_row += deepspeed_chat_flops(sizes, batch_size=1, sequence_length=16, **settings)
     two_devices = 2
     expected = by_row / 2.0 / 1e12 / two_devices
     assert timer.step(COUNTS)["tflops_deepspeed_chat"] == pytest.approx(expected)

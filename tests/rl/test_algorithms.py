@@ -81,7 +81,7 @@ def fed(config, responses=RESPONSES):
         entropy_coef=config.entropy_coef,
         max_length=LONGEST,
     )
-    (result,) = updater.steps(lambda _: 1.0)
+    (result,) = (read() for read in updater.queue_steps(lambda _: 1.0))
     total = sum(loss for loss, _ in roles.actor.fed)
     assert result.loss == pytest.approx(total, abs=1e-10)
     return total, torch.where(MASK, roles.leaf.grad, 0)

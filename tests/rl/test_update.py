@@ -43,7 +43,7 @@ def updated(
         entropy_coef=config.entropy_coef,
         **options,
     )
-    results = updater.steps(lambda index: 10.0 + index)
+    results = (read() for read in updater.queue_steps(lambda index: 10.0 + index))
     return [(updater.experience, result) for result in results], updater
 
 
@@ -345,7 +345,9 @@ def test_batches_that_are_there_serve_the_first_pass_in_their_order():
     first = [collate(RESPONSES, rows, 0) for rows in numbers]
     steps = Steps(TWO_HALVES * 2, make, first)
     options = {"estimate_advantages": advantages, "kl_coef": 0.0}
-    list(Updater(roles, PpoConfig(), experience(), steps, **options).steps(lambda index: 1.0))
+    updater = Updater(roles, PpoConfig(), experience(), steps, **options)
+    for read in updater.queue_steps(lambda index: 1.0):
+        read()
     assert roles.passes == [tuple(rows) for rows in numbers] * 2
     assert made == numbers
 

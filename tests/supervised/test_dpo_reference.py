@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from dschat_lora.config.groups import ParallelConfig
 from dschat_lora.config.stages import DpoConfig, DpoStageConfig
 from dschat_lora.supervised import dpo_reference
-from dschat_lora.supervised.pair_stages import loss_of_type
+from dschat_lora.supervised.stages import loss_of_type
 from helpers.tiny import tiny_model
 
 

@@ -82,20 +82,14 @@ class Updater:
         self.targets: AdvantagesAndReturns | None = None  # None before the first step
         self._totals: Sums | None = None  # of the step, of all ranks; None before they are
 
-    def steps(
-        self, rate_factor: Callable[[int], float], *, most: int | None = None
-    ) -> Iterator[StepResult]:
-        """Take up to ``most`` steps that have a token that counts; yields the result of each.
-
-        ``rate_factor`` multiplies the peak learning rates at each step.
-        """
-        for read in self.queue_steps(rate_factor, most=most):
-            yield read()
-
     def queue_steps(
         self, rate_factor: Callable[[int], float], *, most: int | None = None
     ) -> Iterator[Callable[[], StepResult]]:
-        """As :meth:`steps`, but what it yields waits for a step's result, once it is called."""
+        """Take up to ``most`` steps that have a token that counts.
+
+        What is yielded after each waits for its result, once it is called. ``rate_factor``
+        multiplies the peak learning rates at each step.
+        """
         ready, sizes = list(self._steps.first_batches), self._mask.sum(1).tolist()
         make = self._steps.make_batch
         for index, minibatch in enumerate(self._steps.minibatches[:most]):

@@ -229,14 +229,6 @@ def unpacking_for_rollouts(
     return (whole if fits else plan), fits
 
 
-def unpacking_note(roles: Roles, unpacked: bool) -> str:
-    """What the log says of how 4-bit weights are decoded with."""
-    size = f"{value_bytes(roles.rollout.parameters()) / GIB:.3g} GiB"
-    if unpacked:
-        return f"rollouts: 4-bit weights are unpacked once for each, into {size}"
-    return f"rollouts: 4-bit weights are unpacked layer by layer; {size} for all would not fit"
-
-
 def keeping_cache(
     plan: MemoryPlan | None, config: RlhfConfig, settings: dict[str, EngineSettings], *, free: int
 ) -> MemoryPlan | None:

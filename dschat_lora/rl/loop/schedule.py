@@ -1,7 +1,6 @@
 """The schedule and the progress of a run."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from dschat_lora.engine.distributed import local_rank, rank
 from dschat_lora.rl.draw.source import Source
 from dschat_lora.rl.options.algorithms import PpoConfig
-from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.user_functions import TrainerState
 from dschat_lora.rl.watch.throughput import PHASES
 from dschat_lora.runtime.loop import Progress
@@ -105,12 +103,6 @@ class RlhfProgress(Progress):
         from dschat_lora.algos.entropy import applied_entropy_coef
 
         return applied_entropy_coef(self.entropy_coef, entropy=self.entropy, target=target)
-
-    def count_iteration(self, responses: Sequence[Response]) -> None:
-        """Count an iteration and its responses."""
-        self.iteration += 1
-        self.responses += len(responses)
-        self.tokens += sum(map(len, responses))
 
     def restore(self, state: dict[str, Any]) -> None:
         # An earlier version kept nothing of the entropy.

@@ -10,6 +10,7 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.distributed import data_rank
+from dschat_lora.lora.layers import value_bytes
 from dschat_lora.lora.rates import ruled_rates
 from dschat_lora.models.build import AdaptedModel, as_trained
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
@@ -25,7 +26,6 @@ from dschat_lora.rl.loop.memory import (
     plan_costs,
     rollout_words,
     trained_models,
-    unpacking_note,
 )
 from dschat_lora.rl.loop.validation import fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
@@ -33,7 +33,7 @@ from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.graphs import launches_note
-from dschat_lora.runtime.memory import MemoryPlan, explaining_memory, free_memory, peak_here
+from dschat_lora.runtime.memory import GIB, MemoryPlan, explaining_memory, free_memory, peak_here
 from dschat_lora.runtime.micro_batches import StepCosts, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
@@ -288,7 +288,11 @@ def _describe_memory(setup: RlhfSetup) -> None:
     if setup.config.batch.rows_that_fit is not None:
         run.log.say(f"  rollouts     {rollout_words(setup.config, costs.plan, roles.actor.model)}")
     if costs.unpacked is not None:
-        run.log.say(f"  note         {unpacking_note(roles, costs.unpacked)}")
+        size = f"{value_bytes(roles.rollout.parameters()) / GIB:.3g} GiB"
+        how = f"layer by layer; {size} for all would not fit"
+        if costs.unpacked:
+            how = f"once for each, into {size}"
+        run.log.say(f"  note         rollouts: 4-bit weights are unpacked {how}")
 
 
 def _identity(setup: RlhfSetup) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.response.batch import Batching, ResponseBatch
 from dschat_lora.rl.response.response import Response
-from dschat_lora.rl.score.scores import Scores, Shaped, rescale_values, shape
+from dschat_lora.rl.score.scores import Scores, rescale_values, shape
 from dschat_lora.rl.watch.metrics import check_sampler, iteration_metrics
 from dschat_lora.rl.watch.throughput import Throughput
 from dschat_lora.runtime.loop import standard_schedule
@@ -88,12 +88,22 @@ class RlhfTrainer:
                 deferred=steps.deferred,
                 from_sampler=steps.from_sampler,
             )
-            shaped = self._shape(experience)
+            shaped = shape(
+                experience.scores,
+                experience.ended,
+                [len(each.tokens) for each in responses],
+                RunningMoments(**progress.moments),
+                self.config.rewards,
+                longest=self.config.data.max_answer_seq_len,
+            )
+            progress.moments = asdict(shaped.moments)
         with phase("training"):
             updater = self._updater(experience, shaped.rewards, steps)
             results = self._learn(updater)
         experience = updater.experience.scored()  # with the old outputs
-        progress.count_iteration(responses)
+        progress.iteration += 1
+        progress.responses += len(responses)
+        progress.tokens += sum(map(len, responses))
         of_parts = self.parts.after_iteration(experience, updater.targets)
         if not results:
             self.throughput.timer.take()
@@ -138,19 +148,6 @@ class RlhfTrainer:
 
     def _scores(self, responses: Sequence[Response]) -> Scores:
         return self._scorer(responses, self.state())
-
-    def _shape(self, experience: Experience) -> Shaped:
-        """Rewards from scores, whose moments are kept."""
-        shaped = shape(
-            experience.scores,
-            experience.ended,
-            [len(each.tokens) for each in experience.responses],
-            RunningMoments(**self.progress.moments),
-            self.config.rewards,
-            longest=self.config.data.max_answer_seq_len,
-        )
-        self.progress.moments = asdict(shaped.moments)
-        return shaped
 
     def _rescale(self, values: Tensor) -> Tensor:
         """The critic's values in units of shaped rewards; it starts from unscaled scores."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 
 import numpy as np
@@ -16,7 +17,7 @@ from dschat_lora.data.batch import PaddedRows, batch_to_device, tree_pairs
 from dschat_lora.data.packing import cut_evenly
 from dschat_lora.engine.distributed import data_rank, data_world_size, gather_over_ranks
 from dschat_lora.perf.throughput import StepCounts
-from dschat_lora.rl.response.response import Response, TokenSequence
+from dschat_lora.rl.response.response import Response
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,6 @@ def gather_numbered(numbers: Sequence[int], rows: Tensor) -> Tensor:
     return gather_over_ranks(torch.cat([own[:, None], rows.detach().double()], dim=1))
 
 
-def step_counts(batches: Sequence[ResponseBatch]) -> StepCounts:
-    """Sums over this rank's batches."""
-    return sum((batch.counts for batch in batches), StepCounts())
-
-
 @dataclass(frozen=True)
 class Minibatch:
     """The responses of one optimizer step."""
@@ -117,7 +113,11 @@ def collate(
     rows: dict[object, list[int]] = {}
     for index, each in enumerate(sequences):
         rows.setdefault(each.prompt if shares_prompts else index, []).append(index)
-    trees = [_tree([sequences[index] for index in members]) for members in rows.values()]
+    trees: list[tuple[NDArray[np.int32], Sizes]] = []  # a prompt and what follows, and their sizes
+    for members in rows.values():
+        parts = [sequences[members[0]].prompt, *(sequences[index].tokens for index in members)]
+        ids = np.array([*chain.from_iterable(parts)], dtype=np.int32)
+        trees.append((ids, tuple(map(len, parts))))
     width = max((len(ids) for ids, _ in trees), default=1)
     grid = PaddedRows(max(1, len(trees)), width, pad_id)
     paths = [path for row, tree in enumerate(trees) for path in grid.put_tree(row, *tree)]
@@ -153,13 +153,6 @@ def collate(
         ),
         reference=reference,
     )
-
-
-def _tree(sequences: Sequence[TokenSequence]) -> tuple[NDArray[np.int32], Sizes]:
-    """Tokens of the prompt and of what follows it in each, and how many of each."""
-    prompt = sequences[0].prompt
-    ids = [*prompt, *(token for each in sequences for token in each.tokens)]
-    return np.array(ids, dtype=np.int32), (len(prompt), *(len(each.tokens) for each in sequences))
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> Tensor:

@@ -303,7 +303,20 @@ class RewardSum(Scorer):
             for name, scores in each.by_name.items()
         }
         total = weighted_sum(by_name, self.weights)
-        self._check(responses, total, by_name.get(REWARD_MODEL, torch.zeros_like(total)))
+        model = by_name.get(REWARD_MODEL, torch.zeros_like(total))
+        known = torch.stack([model, total], dim=1).tolist()  # read at once
+        for response, (own, added) in zip(responses, known, strict=True):
+            is_sum = math.isfinite(own)
+            # A NaN of another origin is a function's None, or of a response that is left out.
+            if response.is_left_out or (is_sum and not math.isinf(added)):
+                continue
+            who, value = (
+                ("the weighted sum of rewards", added) if is_sum else ("the reward model", own)
+            )
+            raise ScoreError from ValueError(
+                f"{who} gives {value} for {shortened(self.decode(response.tokens))!r} after the "
+                f"prompt {shortened(self.decode(response.prompt))!r}; a score is a finite number"
+            )
         return Scores(
             total,
             by_name,
@@ -311,24 +324,6 @@ class RewardSum(Scorer):
             metrics={name: value for each in parts for name, value in each.metrics.items()},
             columns={name: column for each in parts for name, column in each.columns.items()},
         )
-
-    def _check(self, responses: Sequence[Response], total: Tensor, model: Tensor) -> None:
-        """Refuse scores of the reward model that are not finite, and sums that fp32 does not hold.
-
-        A NaN of another origin is a function's None, or of a response that is left out.
-        """
-        scores = torch.stack([model, total], dim=1).tolist()  # read at once
-        for response, (own, added) in zip(responses, scores, strict=True):
-            is_sum = math.isfinite(own)
-            if response.is_left_out or (is_sum and not math.isinf(added)):
-                continue
-            who, value = "the reward model", own
-            if is_sum:
-                who, value = "the weighted sum of rewards", added
-            raise ScoreError from ValueError(
-                f"{who} gives {value} for {shortened(self.decode(response.tokens))!r} after the "
-                f"prompt {shortened(self.decode(response.prompt))!r}; a score is a finite number"
-            )
 
 
 @dataclass(frozen=True)

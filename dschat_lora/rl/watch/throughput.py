@@ -24,7 +24,6 @@ from dschat_lora.perf.throughput import (
     synchronize,
 )
 from dschat_lora.rl.learn.experience import Steps
-from dschat_lora.rl.response.batch import step_counts
 from dschat_lora.rl.response.response import Response
 
 PHASES = ("generation", "scoring", "training")
@@ -130,36 +129,32 @@ class FlopCounter:
             training += Flops(one.model * passes, one.hardware * passes)
         if text is not None:
             training += learnt("actor", text.sizes(skips_padding=skips_padding))
-        generation = self._generation(responses) if self._decodes_here else Flops()
+        generation, read = self._decoding(responses) if self._decodes_here else (Flops(), 0.0)
         return PhaseWork(
             {"generation": generation, "scoring": scoring, "training": training},
             self._deepspeed_chat(responses, passes),
-            self._decode_bytes(responses) if self._decodes_here else 0.0,
+            read,
         )
 
-    def _generation(self, responses: Sequence[Response]) -> Flops:
-        """Each token is computed once; the last one of a response never, a shared prompt once."""
+    def _decoding(self, responses: Sequence[Response]) -> tuple[Flops, float]:
+        """FLOPs and bytes read: weights once a step, keys and values before it once a token.
+
+        Each token is computed once; the last one of a response never, a shared prompt once.
+        """
         sequences = [each for r in responses if r.origin.is_drawn for each in r.sequences]
-        prompts = [len(each.prompt) for each in sequences]
-        fed = [len(each.prompt) + len(each.tokens) - 1 for each in sequences]
+        prompts, lengths = ([len(getattr(s, n)) for s in sequences] for n in ("prompt", "tokens"))
+        fed = [prompt + length - 1 for prompt, length in zip(prompts, lengths, strict=True)]
         saved = 1 - 1 / self._num_generations
-        return forward_flops(
+        flops = forward_flops(
             self._shapes["actor"],
             num_tokens=sum(fed) - saved * sum(prompts),
             num_attended=sum(map(causal_pairs, fed)) - saved * sum(map(causal_pairs, prompts)),
             num_targets=sum(each.num_actor_tokens for each in responses),
         )
-
-    def _decode_bytes(self, responses: Sequence[Response]) -> float:
-        """Weights once a step, keys and values of what came before once a token."""
-        sequences = [each for r in responses if r.origin.is_drawn for each in r.sequences]
-        lengths = [len(each.tokens) for each in sequences]
-        cached = sum(
-            length * len(each.prompt) + causal_pairs(length)
-            for length, each in zip(lengths, sequences, strict=True)
-        )
+        pairs = zip(prompts, lengths, strict=True)
+        cached = sum(prompt * length + causal_pairs(length) for prompt, length in pairs)
         steps = sum(sorted(lengths, reverse=True)[:: self._batch_size])
-        return steps * self._weight_bytes + cached * self._bytes_per_cached_token
+        return flops, steps * self._weight_bytes + cached * self._bytes_per_cached_token
 
     def _deepspeed_chat(self, responses: Sequence[Response], passes: float) -> float:
         """FLOPs of training and generation by DeepSpeed-Chat's formula, k = 2r/h included."""
@@ -169,13 +164,10 @@ class FlopCounter:
         length = sum(n**2 for n in lengths) / sum(lengths)
 
         def flops(role: str, *, lora_dim: int, checkpointed: bool) -> float:
-            shape = self._shapes[role]
             return deepspeed_chat_flops(
+                self._shapes[role],
                 batch_size=sum(lengths) / length,
                 sequence_length=length,
-                num_layers=shape.num_layers,
-                hidden_size=shape.hidden_size,
-                vocab_size=shape.vocab_size,
                 lora_dim=lora_dim,
                 gradient_checkpointing=checkpointed,
             )
@@ -223,7 +215,7 @@ class Throughput:
         """
         seconds, work = self.timer.take(), None
         if self._counter is not None:
-            own = step_counts(steps.first_batches)
+            own = sum((batch.counts for batch in steps.first_batches), StepCounts())
             work = self._counter(
                 responses,
                 passes=taken / steps.per_pass,  # the last one may have been cut short
@@ -237,45 +229,27 @@ class Throughput:
             totals["seconds"][name] += seconds[name]
             if work is not None:
                 totals["flops"][name] += work.flops[name].model
-        return throughput_metrics(
-            seconds, responses, work=work, peak_tflops=self._peak_tflops, device=device()
-        )
-
-
-def throughput_metrics(
-    seconds: Mapping[str, float],
-    responses: Sequence[Response],
-    *,
-    work: PhaseWork | None,
-    peak_tflops: float | None,
-    device: torch.device,
-) -> dict[str, float | None]:
-    """Throughput fields of a train line; without ``work`` or ``peak_tflops`` some are None."""
-    step_seconds = max(sum(seconds.values()), 1e-9)
-    spent = {name: max(seconds[name], 1e-9) for name in PHASES}
-    generated = sum(each.num_actor_tokens for each in responses if each.origin.is_drawn)
-    metrics: dict[str, float | None] = {
-        "step_seconds": step_seconds,
-        **{f"{name}_seconds": seconds[name] for name in PHASES},
-        "tokens_per_second": sum(map(len, responses)) / step_seconds,
-        "samples_per_second": len(responses) / step_seconds,
-        "generation_tokens_per_second": generated / spent["generation"],
-        "tflops_per_device": None,
-        "hardware_tflops_per_device": None,
-        "tflops_deepspeed_chat": None,
-        "mfu": None,
-        "peak_memory_bytes": peak_memory_bytes(device),
-    }
-    if work is None:
-        return metrics
-    scale = 1e12 * world_size()
-    total = sum(work.flops.values(), Flops())
-    tflops = total.model / scale / step_seconds
-    return metrics | {
-        "tflops_per_device": tflops,
-        "hardware_tflops_per_device": total.hardware / scale / step_seconds,
-        "tflops_deepspeed_chat": work.deepspeed_chat_flops / scale / step_seconds,
-        "mfu": None if peak_tflops is None else tflops / peak_tflops,
-        **{f"{n}_tflops_per_device": work.flops[n].model / scale / spent[n] for n in PHASES},
-        "generation_bytes_per_second": work.decode_bytes / world_size() / spent["generation"],
-    }
+        step_seconds = max(sum(seconds.values()), 1e-9)
+        spent = {name: max(seconds[name], 1e-9) for name in PHASES}
+        generated = sum(each.num_actor_tokens for each in responses if each.origin.is_drawn)
+        of_work = ("tflops_per_device", "hardware_tflops_per_device", "tflops_deepspeed_chat")
+        metrics: dict[str, float | None] = {
+            "step_seconds": step_seconds,
+            **{f"{name}_seconds": seconds[name] for name in PHASES},
+            "tokens_per_second": sum(map(len, responses)) / step_seconds,
+            "samples_per_second": len(responses) / step_seconds,
+            "generation_tokens_per_second": generated / spent["generation"],
+            **dict.fromkeys((*of_work, "mfu")),
+            "peak_memory_bytes": peak_memory_bytes(device()),
+        }
+        if work is None:
+            return metrics
+        scale, total = 1e12 * world_size(), sum(work.flops.values(), Flops())
+        flops = (total.model, total.hardware, work.deepspeed_chat_flops)
+        metrics |= {n: each / scale / step_seconds for n, each in zip(of_work, flops, strict=True)}
+        if self._peak_tflops is not None:
+            metrics["mfu"] = total.model / scale / step_seconds / self._peak_tflops
+        return metrics | {
+            **{f"{n}_tflops_per_device": work.flops[n].model / scale / spent[n] for n in PHASES},
+            "generation_bytes_per_second": work.decode_bytes / world_size() / spent["generation"],
+        }
