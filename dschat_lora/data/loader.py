@@ -129,11 +129,11 @@ class Tail(Protocol):
         """Steps of a supervised stage."""
 
     def text_loader(
-        self, setup: object, data: "DataConfig", head: "Prepared", **how: Any
+        self, setup: object, data: "DataConfig", head: "Prepared", **how: object
     ) -> Loader:
         """Steps of pretraining text that goes with responses."""
 
-    def source(self, setup: object, data: "DataConfig", head: "Prepared", **how: Any) -> Any:
+    def source(self, setup: object, data: "DataConfig", head: "Prepared", **how: object) -> Any:
         """Samples of each iteration of step 3; see :class:`dschat_lora.rl.draw.source.Source`."""
 
     def record(self, run: object, state: dict[str, Any], *, has_ended: bool, step: int) -> None:

@@ -46,7 +46,7 @@ class StreamError(ValueError):
     """Data that could not be read on while training."""
 
 
-class Tail(Protocol):
+class HubReader(Protocol):
     """Reads a source on behind its first rows."""
 
     def hub_rows(self, source: "DataSource") -> Iterable[Mapping[str, Any]]:
@@ -64,7 +64,7 @@ class DataSource:
     rows: Iterable[Mapping[str, Any]] | None = None  # of a Python program
     weight: float | None = None  # its share of a mixture, before all of them are made to sum to 1
     most: int | None = None  # rows that are read of it, the first ones
-    tail: Tail | None = None  # where it may be too large
+    tail: HubReader | None = None  # where it may be too large
 
     @property
     def hub_name(self) -> str | None:

@@ -42,7 +42,7 @@ def _backward(
 
 
 def _launch(
-    kernel: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...], **options: Any
+    kernel: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...], **options: object
 ) -> None:
     rows, features = read[0].shape
     read = tuple(each if each.stride(1) == 1 else each.contiguous() for each in read)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from dschat_lora.kernels.rotary import rotate, rotate_plain
 from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.lora.experts import FUSES_GATE
-from dschat_lora.lora.layers import LoraLinear, gated
+from dschat_lora.lora.layers import Context, LoraLinear, gated
 
 _AGREES = 1e-5  # relative error in fp32 that is rounding
 _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # parts of an MLP
@@ -179,12 +179,14 @@ class _Rotate:
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         return _turn(q, k, cos, sin, False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (q, k), (cos, sin) = grads, ctx.saved_tensors
         return *_turn(q, k, cos, sin, True), None, None
 

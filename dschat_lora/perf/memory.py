@@ -96,10 +96,9 @@ def estimate_memory(
     narrow = [p for p in parameters if p.requires_grad and p.dtype != torch.float32]
     if narrow:
         zero_stage = max(zero_stage, 1)  # engines keep their fp32 copies so
-    weights, gradients, optimizer, update = _state_bytes(parameters, zero_stage, world_size)
-    if offload:
-        optimizer = update = 0
-        weights *= zero_stage < 3
+    weights, gradients, optimizer, update = _state_bytes(
+        parameters, zero_stage, world_size, offload=offload
+    )
     positions = -(-rows * length // context_parallel_size)
     activations = rows * length**2 * mask_bytes + positions * activation_bytes(
         model,
@@ -116,9 +115,7 @@ def estimate_memory(
     going = activations + chunk + head + temporaries
     if narrow and not accumulates:
         gradients, going = max(0, gradients - going), max(0, going - gradients)
-    gathered = 0
-    if zero_stage == 3:
-        gathered = _gathered_bytes(parameters, width, reuse_distance, bucket_size)
+    gathered = _gathered_bytes(parameters, width, reuse_distance, bucket_size)
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
@@ -127,17 +124,18 @@ def estimate_memory(
         loss=chunk + head,
         temporaries=temporaries,
         update=max(0, update - going),
-        gathered=gathered,
+        gathered=gathered if zero_stage == 3 else 0,
         unpacked=largest_unpacked(parameters),
     )
 
 
 def _state_bytes(
-    parameters: Sequence[nn.Parameter], zero_stage: int, world_size: int
+    parameters: Sequence[nn.Parameter], zero_stage: int, world_size: int, *, offload: bool
 ) -> tuple[int, int, int, int]:
-    """Of a process: weights, gradients, AdamW's state, and what its update makes anew.
+    """Of a device: weights, gradients, AdamW's state, and what its update makes anew.
 
-    DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32.
+    DeepSpeed's step of 16-bit weights joins their gradients, and copies them in fp32. ``offload``
+    leaves AdamW's state to the host, and at ZeRO 3 the weights.
     """
     trained = [p for p in parameters if p.requires_grad]
     narrow = [p for p in trained if p.dtype != torch.float32]
@@ -151,6 +149,8 @@ def _state_bytes(
     weights, gradients, optimizer, update = (
         size // (world_size if zero_stage >= divided_from else 1) for divided_from, size in whole
     )
+    if offload:
+        return weights * (zero_stage < 3), gradients, 0, 0
     return weights, gradients, optimizer, update
 
 

@@ -261,7 +261,7 @@ def _assemble(base: type[ProcessorMixin], path: str, parts: dict[str, Any]) -> P
     """A processor of ``base`` with ``parts`` alone: None in place of video and sound."""
 
     class Assembled(base):  # type: ignore[misc]
-        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+        def check_argument_for_proper_class(self, name: str, argument: object) -> None:
             if argument is not None:
                 return super().check_argument_for_proper_class(name, argument)
 

@@ -159,7 +159,7 @@ def _has_sign(part: Any) -> bool:
     return _is_text(part) and IMAGE in part["text"]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value with lists in place of what numpy, Arrow and programs have for them."""
     for name in ("as_py", "tolist"):
         value = getattr(value, name)() if hasattr(value, name) else value
