@@ -368,6 +368,7 @@ def test_too_many_requests_and_unknown_names_are_refused(start):
     service.submit(run, 6, "optim_step", b"{}")
     with pytest.raises(BusyError, match="2 requests wait"):
         service.submit(run, 7, "optim_step", b"{}")
+    service.submit(run, 6, "optim_step", b"{}")  # this one waits already
     with pytest.raises(NotFoundError, match="no model"):
         service.submit("nobody:train:0", 1, "optim_step", b"{}")
     with pytest.raises(NotFoundError, match="nothing is known"):
