@@ -276,6 +276,15 @@ FLOORS = [
 ROOMS = {"": Room("config old_names", light="__init__")} | {
     name: room for floor in FLOORS for name, room in floor.items()
 }
+# Light modules whose functions load the heavy parts of an option when it is used.
+LOADERS = set(
+    """
+    addons.agents.options addons.audit.config addons.demo.demo addons.diagnostics.options
+    addons.distill.options addons.engines.options addons.environments.options
+    addons.evaluation.options addons.images.media addons.parts.options addons.streaming.options
+    api.options
+    """.split()
+)
 # What runs before a mistake in an option is reported loads none of these.
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "numpy", "pyarrow", "peft")
 # Modules that may write to a standard stream.
@@ -403,6 +412,28 @@ def other_libraries(path):
             yield line, f"{room} may not import {library}"
 
 
+def parsers(path):
+    """The parser of options alone knows argparse."""
+    for line, library in foreign_imports(path):
+        if library == "argparse" and room_of(name_of(path)) != "config":
+            yield line, "imports argparse"
+
+
+def heavy_in_light(path):
+    """Light modules import light modules alone, in functions too, but by ``late``."""
+    left_out = {
+        inner.lineno
+        for node in nodes_of(path)
+        if (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) == "late")
+        for inner in ast.walk(node)
+        if hasattr(inner, "lineno")
+    }
+    for line, name in own_imports(path):
+        if name not in LIGHT and line not in left_out:
+            yield line, f"{name_of(path)} is light, {name} is not"
+
+
 def foreign_to_scripts(path):
     """Stage scripts import the package alone and no other stage."""
     for line, library in foreign_imports(path):
@@ -451,6 +482,7 @@ def acts(path):
             yield node.lineno, "does something at import"
 
 
+PROMPT = [path for path in MODULES if name_of(path) in LIGHT - LOADERS]
 SILENT = [path for path in MODULES if name_of(path) not in SPEAKERS]
 
 
@@ -459,6 +491,8 @@ SILENT = [path for path in MODULES if name_of(path) not in SPEAKERS]
     [
         (other_rooms, MODULES),
         (other_libraries, MODULES),
+        (parsers, MODULES),
+        (heavy_in_light, PROMPT),
         (foreign_to_scripts, SCRIPTS),
         (heavy_in_scripts, SCRIPTS),
         (speech, [*SILENT, *SCRIPTS]),
