@@ -220,51 +220,57 @@ SPOILT = {
     "loud head": ("opt/whole", "score.weight", times(2e38)),
     "loud base": ("opt/base", EMBEDDING, times(1e30)),
 }
-#: what is spoilt; the command; what its one line says; checkpoints left
+FIRST = ["step-00000001"]
+#: what is spoilt; the command; what its one line says; checkpoints left, None for any
 REFUSALS = [
     *[
-        (f"base {value}", line, [f"{Q} {BAD}"], 0)
+        (f"base {value}", line, [f"{Q} {BAD}"], [])
         for line in LOADS
         for value in (NAN, *(INF, -INF) * ALL)
     ],
-    *[("head", line, [f"score.weight {BAD}"], 0) for line in [*BY_LOUD, *BY_MODEL]],
+    *[("head", line, [f"score.weight {BAD}"], []) for line in [*BY_LOUD, *BY_MODEL]],
     *[
-        ("embedding of a reward model", line, [f"{EMBEDDING} {BAD}"], 0)
+        ("embedding of a reward model", line, [f"{EMBEDDING} {BAD}"], [])
         for line in [*BY_LOUD, *BY_MODEL] * ALL
     ],
     *[
-        (f"adapter {value}", line, [f"q_proj.lora_B {BAD}"], 0)
+        (f"adapter {value}", line, [f"q_proj.lora_B {BAD}"], [])
         for line in (GENERATE, MERGE)
         for value in (NAN, INF)
     ],
     (
         *("adapter 10000000.0", f"{MERGE} --dtype fp16 --merge_max_kl 1e9"),
-        *([f"the model is not saved: {Q} {BAD}"], 0),
+        *([f"the model is not saved: {Q} {BAD}"], []),
     ),
     (
         *("nothing", f"{DPO}opt/base --lora_dim 2 --beta 1e30"),
         ["step 2: the gradient was not finite 2 times in a row", "There is no checkpoint yet"],
-        0,
+        [],
     ),
     (
         *("nothing", f"{TRAINED} --lora_learning_rate 1e30"),
-        *(["the held-out loss after step 2 is nan: the learning rate may be too high"], 1),
+        *(["the held-out loss after step 2 is nan: the learning rate may be too high"], FIRST),
     ),
     (
         *("loud base", f"{SFT}spoilt --lora_dim 2"),
-        *(["the held-out loss after step 0 is nan: try --dtype bf16 or fp32"], 0),
+        *(["the held-out loss after step 0 is nan: try --dtype bf16 or fp32"], []),
     ),
     # By a decay of more than all of a weight, to an infinity.
     (
         *("nothing", DESTROYED.replace("--save_interval 1", "--save_interval 0")),
-        *(["weight:model.decoder.layers.0", f"lora_A {BAD}. Lower the learning rate"], 0),
+        *(["weight:model.decoder.layers.0", f"lora_A {BAD}. Lower the learning rate"], []),
     ),
     (
         *("nothing", DESTROYED),
-        *(["step-00000001 was not written: weight:model.decoder.layers.0"], 0),
+        *(["step-00000001 was not written: weight:model.decoder.layers.0"], []),
     ),
-    ("nothing", UNDRAWABLE, [NOT_DRAWN], 0),
-    ("nothing", f"{UNDRAWABLE} --max_steps 2 --eval_prompts 0", [NOT_DRAWN, "step-00000001"], 1),
+    ("nothing", UNDRAWABLE, [NOT_DRAWN], []),
+    (
+        "nothing",
+        f"{UNDRAWABLE} --max_steps 2 --eval_prompts 0",
+        [NOT_DRAWN, "step-00000001"],
+        FIRST,
+    ),
     *[
         (
             *("nothing", f"{RLHF} {options} --reward_function numbers_functions:distinct"),
@@ -274,23 +280,21 @@ REFUSALS = [
     ],
     (
         *("nothing", f"{RLOO}breaks --save_interval 0"),
-        *(["--reward_function numbers_functions:breaks returned nan for the prompt"], 1),
+        *(
+            ["--reward_function numbers_functions:breaks returned nan for the prompt"],
+            ["step-00000002"],
+        ),
     ),
     *[
-        ("loud head", line, ["the reward model gives", "'ocdgnaxfd'; a score is a finite"], 0)
+        ("loud head", line, ["the reward model gives", "'ocdgnaxfd'; a score is a finite"], [])
         for line in BY_MODEL[: None if ALL else 1]
     ],
-    (
-        "nothing",
-        f"{RLOO}distinct numbers_functions:large --reward_weights 1e30 1e30 --eval_prompts 0",
-        *(["the weighted sum of rewards gives inf for"], 0),
-    ),
-    ("nothing", f"{JUDGED}nothing", ["no answer got a score"], 0),
-    ("nothing", f"{JUDGED}huge", ["numbers_functions:huge returned 1e+300"], 0),
+    ("nothing", f"{JUDGED}nothing", ["no answer got a score"], []),
+    ("nothing", f"{JUDGED}huge", ["numbers_functions:huge returned 1e+300"], []),
     *[
         (
             *("loud base", f"eval spoilt {data}.jsonl --json"),
-            *([f"{data}.jsonl:1: the loss is nan, as the model overflows"], 0),
+            *([f"{data}.jsonl:1: the loss is nan, as the model overflows"], []),
         )
         for data in ("sft", "pairs")
     ],
@@ -299,7 +303,7 @@ REFUSALS = [
             "loud head",
             line,
             ["score is ", f"{'prompt' if line is OWN_ANSWERS else 'pair'}s.jsonl:"],
-            0,
+            [],
         )
         for line in BY_LOUD
     ],
@@ -317,11 +321,20 @@ def test_what_is_no_number_ends_by_name_and_leaves_no_result(
     said = refused(line)
     for each in words:
         assert each in said
-    left = checkpoints_of(home / "out")
-    assert kept in (None, len(left))
+    left = [path.name for path in checkpoints_of(home / "out")]
+    assert kept in (None, left)
     if kept is None:
-        assert said.endswith(left[0].name if left else "There is no checkpoint yet")
+        assert said.endswith(left[0] if left else "There is no checkpoint yet")
     assert not any(Path(each).exists() for each in ("merged", "scores.jsonl"))
+
+
+def test_sum_of_rewards_that_overflows_within_an_iteration_is_named(run):
+    ended = run(
+        f"{RLOO}distinct numbers_functions:large --reward_weights 1e30 1e30 --eval_prompts 0"
+    )
+    assert ended.code == 2
+    assert "stopped by a score that failed after step 0" in ended.out
+    assert "error: the weighted sum of rewards gives inf for" in ended.err
 
 
 def test_base_of_an_adapter_that_is_not_finite_is_not_merged(refused):
