@@ -6,6 +6,8 @@ traceback, an end within a minute, no process and no half-written file that is l
 
 import os
 import re
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +15,7 @@ from harness import LONG, RLHF, TINY, comparable_metrics
 
 from dschat_lora.assets import BUNDLED_DATA
 from helpers.addons import has_verb, of_the_whole
+from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage
 
@@ -241,6 +244,32 @@ def test_a_verb_ends_well_or_with_one_line_wherever_it_runs(name, verb_run, trai
         run = max(tmp_path.rglob("run.json"), key=lambda path: path.stat().st_mtime_ns).parent
         assert len(comparable_metrics(run, kinds=("train",))) == 2
         assert '"status": "finished"' in (run / "run.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(not LONG, reason="two interpreters for each")
+@pytest.mark.parametrize("verb", ["sft", "merge", "mistake"])
+def test_asserts_that_are_off_change_nothing(verb, trained, tmp_path):
+    ends = []
+    for flag in ("-B", "-O"):
+        home = tmp_path / flag
+        home.mkdir()
+        words = [trained.get(word, word) for word in VERBS[verb]]
+        command = [sys.executable, flag, "-m", "dschat_lora", *words]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        environment["XDG_CACHE_HOME"] = str(home / "cache")
+        done = subprocess.run(
+            command, cwd=home, env=environment, capture_output=True, text=True, timeout=120
+        )
+        kept = {
+            path.relative_to(home).as_posix(): path.read_bytes()
+            for pattern in ("*.safetensors", "*config.json", "rollouts/*", "tokenizer.json")
+            for path in home.rglob(pattern)
+        }
+        said = re.sub(r"[0-9.,:T+-]+", "", done.stdout)
+        ends.append((done.returncode, done.stderr, said, kept))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == (2 if verb == "mistake" else 0)
+    assert ends[0][3] or verb not in (*TRAINING, "merge")
 
 
 def prepare_home(home):
