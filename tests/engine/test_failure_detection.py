@@ -120,7 +120,7 @@ def test_between_hosts_a_busy_port_is_an_error():
     ],
 )
 def test_an_error_of_any_process_is_said_once_and_ends_all(what, hosts, code, line):
-    codes, errors = Launch(what, hosts=hosts).ends(within=30)
+    codes, errors = Launch(what, hosts=hosts).ends()
     assert codes == [code] * 3
     assert errors[0] == f"{line}\n"
     assert ("Traceback" in errors[1]) == (what in ("raise", "verdict"))
