@@ -68,6 +68,13 @@ def is_there(need):
     return need in installed() if need in ADDONS else find_spec(need) is not None
 
 
+def test_each_row_stands_once_and_has_words_that_its_line_has_not():
+    rows = [row.values for row in ROWS]
+    assert [line for _, _, line, parts in rows if all(part in line for part in parts)] == []
+    keys = [(room, line, str(t.get("environment")), t.get("whole")) for room, t, line, _ in rows]
+    assert [key for key in set(keys) if keys.count(key) > 1] == []
+
+
 @pytest.mark.parametrize(("room", "table", "line", "parts"), ROWS)
 def test_refused_line_is_told(directory_of, monkeypatch, room, table, line, parts):
     words = [str(BUNDLED.get(word, word)) for word in shlex.split(line)]
