@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -317,6 +318,7 @@ def _run(argv, main, outcome, whole):
         with (
             replaced(
                 (sys, "argv", argv),
+                (warnings, "formatwarning", warnings.formatwarning),  # which a command sets
                 (stage_main, "load_late", load),
                 (train, "launch_stage", reach),
                 *(
