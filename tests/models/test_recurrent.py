@@ -26,7 +26,8 @@ PACKED = RECURRENT if ALL else [kind for kind in FEW if kind in RECURRENT]
 @pytest.mark.parametrize("kind", PACKED)
 def test_samples_of_a_packed_row_are_computed_as_stock_transformers_does_alone(kind):
     model = unusual_model(kind)
-    samples = [*ragged_samples(5, longest=13), SequenceSample.of([5], [5])]
+    samples = ragged_samples(5, longest=13)
+    samples.insert(3, SequenceSample.of([5], [5]))  # between two others of a row
     batch = SampleCollator(0)([samples[:2], samples[2:]])
     ids = [torch.as_tensor(each.input_ids, dtype=torch.long)[None] for each in samples]
     stock = torch.cat([model.base_model(input_ids=x, use_cache=False)[0][0] for x in ids])

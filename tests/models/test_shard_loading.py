@@ -92,6 +92,8 @@ def test_files_may_be_several_and_of_another_type(model_directory, tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert_whole([part(str(tmp_path), rank) for rank in range(2)], whole.float())
+    narrow = part(str(tmp_path), 0, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in narrow.parameters()} == {torch.bfloat16}
 
 
 RENAMED = {

@@ -266,7 +266,7 @@ class Triple(Quiz):
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (Different, "Env: reset returned '1' and '2' for copies of one prompt"),
+        (Different, "--environment mine:Env: reset returned '1' and '2' for copies of one prompt"),
         (Nan, "Env: an environment gave the reward nan; a reward is a finite number"),
         (Pair, "Env: reset returned a tuple; it returns a text, a message, a list of messages"),
         (Triple, "Env: step returned a tuple of 3; return a reply, or a reply and the reward"),

@@ -197,11 +197,15 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_log_and_record_alone(
     assert [(out / name).read_bytes() for name in ("metrics.jsonl", "run.json")] == before
 
 
-def test_what_was_trained_outlives_a_failed_evaluation(glue_run, monkeypatch, tmp_path):
-    monkeypatch.setattr(train.GlueTrainer, "evaluate", lambda *_, **more: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+def test_what_was_trained_outlives_a_failed_evaluation(glue_run, monkeypatch, tmp_path, capsys):
+    def fail(*arguments, **more):
+        raise ValueError("no measure")
+
+    monkeypatch.setattr(train.GlueTrainer, "evaluate", fail)
+    with pytest.raises(SystemExit):
         glue_run(tmp_path / "out", "rte", *LORA, "--max_steps", "1", "--save_strategy", "no")
     assert weights(tmp_path / "out")
+    assert capsys.readouterr().err.endswith("error: no measure\n")
 
 
 def test_the_trainer_takes_the_cpu_where_it_is_chosen_and_no_gpu_that_torch_cannot_use(monkeypatch):
