@@ -57,5 +57,46 @@ def test_former_module_has_what_took_its_place(module, monkeypatch):
     assert not lost
 
 
-def test_each_module_whose_names_are_known_is_a_former_one():
+def test_former_modules_are_these():
+    formers = """
+    algos.distillation algos.kto api.command_lines api.demo api.demo_judge api.losses
+    api.notebook api.sequences api.trainer api.trainer_build api.trainer_sampling
+    assets.calculator checkpoint.extract checkpoint.gpt2_checkpoint checkpoint.lora_only
+    commands.seeds data.filtering data.nlg data.similar_rows data.stream data.stream_loader
+    data.tar_rows data.unpaired_batch endpoint.answers endpoint.grammars endpoint.guard
+    endpoint.http_server endpoint.requests endpoint.sockets endpoint.text endpoint.turns
+    experiments.glue.addon experiments.glue.bottleneck experiments.glue.callback
+    experiments.glue.config experiments.glue.data experiments.glue.model
+    experiments.glue.results experiments.glue.train experiments.glue.trainer
+    experiments.glue.validation experiments.glue.verbs experiments.nlg.addon
+    experiments.nlg.beam_search experiments.nlg.config experiments.nlg.decode
+    experiments.nlg.evaluate experiments.nlg.formats experiments.nlg.gpt2_checkpoint
+    experiments.nlg.metrics experiments.nlg.predictions experiments.nlg.ter
+    experiments.nlg.train experiments.nlg.validation experiments.nlg.verbs generation.search
+    lora.deepspeed_chat lora.loralib lora.loralib.layers lora.loralib.utils lora.mixed
+    lora.shared models.dequantize models.families models.other_base models.published
+    pipeline.doctor pipeline.first_hour pipeline.hour_checks pipeline.hour_probes pipeline.judge
+    pipeline.known_models pipeline.plan pipeline.plan_report pipeline.plan_search
+    pipeline.recipe pipeline.run pipeline.stages pipeline.tune pipeline.verbs report.curves
+    report.html report.markup report.rollouts report.run_data report.sections report.trackers
+    report.verdict rl.advice rl.agent_programs rl.agent_server rl.agents rl.builtin_rewards
+    rl.config rl.conversations rl.draw.completions rl.draw.engine_checks rl.draw.prompt_stream
+    rl.draw.rollout_engines rl.draw.rollout_servers rl.draw.rollouts_ahead rl.draw.server_engine
+    rl.draw.vllm_server rl.environment rl.environment_adapters rl.external_rewards
+    rl.learn.served_teacher rl.learn.teacher rl.loop.advice rl.metrics rl.play.agent_programs
+    rl.play.agent_server rl.play.agents rl.play.conversations rl.play.environment
+    rl.play.environment_adapters rl.play.mcp_tools rl.play.players rl.play.stateful_environment
+    rl.play.turn_tokens rl.play.verifiers_environment rl.prompt_stream rl.response.turn_tokens
+    rl.rewards rl.role_config rl.rollout_engines rl.rollout_servers rl.rollouts_ahead
+    rl.score.builtin_rewards rl.score.external_rewards rl.served_teacher rl.stateful_environment
+    rl.teacher rl.verifiers_environment rl.vllm_server rl.watch.diagnostics runtime.advice
+    runtime.data_audit runtime.describe runtime.seeds runtime.shared_stream runtime.sharing
+    runtime.streaming serving.addon serving.chat serving.config serving.decoder serving.endpoint
+    serving.grammars serving.mixed serving.models serving.server serving.verbs serving.votes
+    supervised.best_of_n supervised.harness supervised.kto supervised.measure supervised.score
+    tinker.adapters tinker.addon tinker.bases tinker.config tinker.formats tinker.losses
+    tinker.processes tinker.registry tinker.requests tinker.routes tinker.samplers tinker.server
+    tinker.service tinker.shared tinker.store tinker.together tinker.verbs tinker.worker
+    """.split()
+    assert sorted(OLD_NAMES) == formers
     assert NAMED.keys() <= OLD_NAMES.keys()

@@ -24,6 +24,19 @@ def test_former_module_has_what_took_its_place(module):
     assert [name for name in NAMED.get(module, "").split() if not hasattr(former, name)] == []
 
 
+def test_former_modules_are_these():
+    formers = """
+    generation.search pipeline.launch rl.algorithms rl.batch rl.config rl.coroutines
+    rl.draw.order rl.draw.turn_decoder rl.dynamic_sampling rl.ema rl.engines rl.evaluation
+    rl.experience rl.inputs rl.learn.ema rl.learn.network rl.memory rl.metrics rl.pretraining
+    rl.response.messages rl.response.transfer rl.rewards rl.role_config rl.roles rl.rollout
+    rl.score.reward_functions rl.score.shaping rl.setup rl.throughput rl.train rl.trainer
+    rl.update rl.validation rl.watch.rows world
+    """.split()
+    assert sorted(OLD_NAMES) == formers
+    assert NAMED.keys() <= OLD_NAMES.keys()
+
+
 def test_what_had_no_such_name_has_none():
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from dschat_lora.rl.rewards import nothing  # noqa: F401

@@ -14,6 +14,7 @@ from dschat_lora.engine.process_group import init_distributed, shutdown
 
 
 def main():
+    sys.path[0] = str(Path(__file__).parents[1])  # as in tests: `addons` is no helper there
     torch.set_num_threads(1)
     if os.environ["RANK"] == "0":
         time.sleep(float(os.environ.get("DELAY_OF_RANK_0", "0")))

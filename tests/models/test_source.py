@@ -65,6 +65,12 @@ def test_adapter_without_weights_is_refused_at_once(tmp_path):
         find_model(str(directory))
 
 
+def test_empty_name_is_not_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(model_at(tmp_path / "here"))
+    with pytest.raises(ValueError, match="--model_name_or_path is empty"):
+        find_model("")
+
+
 def test_tokenizer_comes_from_the_adapter_if_one_was_saved_there(tmp_path):
     source = ModelSource("base", tmp_path)
     assert source.tokenizer == "base"

@@ -233,7 +233,6 @@ class _Interaction:
         return vf.Segment(messages=answers)
 
     def _record(self, messages: list[vf.Message], *, sampled: bool = False) -> None:
-
         nodes = self.trace.nodes
         for each in messages:
             parent = len(nodes) - 1 if nodes else None

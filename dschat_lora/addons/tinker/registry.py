@@ -16,14 +16,14 @@ from dschat_lora.addons.tinker.store import Facts, RunStore, Store, kept_facts, 
 ValueT = TypeVar("ValueT")
 
 
-def known(values: Mapping[str, ValueT], what: str, name: str) -> ValueT:
-    """The value of a name; ``what`` is said where there is none.
+def known(values: Mapping[str, ValueT], what: str, name: str, shown: int = 80) -> ValueT:
+    """The value of a name; ``what`` is said where there is none, and the name's beginning.
 
     Raises:
         NotFoundError: if there is none.
     """
     if name not in values:
-        raise NotFoundError(f"{what} {name!r:.120}")
+        raise NotFoundError(f"{what} {name!r:.{shown}}")
     return values[name]
 
 
@@ -155,7 +155,7 @@ class Registry:
     def source(self, path: str, name: str = "path") -> tuple[TrainingRun, Path]:
         """The run whose weights are at a ``tinker://`` path, and their directory."""
         weights = parse_path(path)
-        run = known(self.runs, f"{name}: there is no model", weights.run)
+        run = known(self.runs, f"{name}: there is no model", weights.run, 120)
         place = run.store.place(weights)
         if kept_facts(place) is None:
             raise ValueError(

@@ -151,7 +151,7 @@ class Routes:
         return {"type": "get_info", "model_data": data, **facts}
 
     def _run(self, name: str) -> TrainingRun:
-        return known(self.registry.runs, "there is no model", name)
+        return known(self.registry.runs, "there is no model", name, 120)
 
     def create_sampler(self, fields: JsonFields) -> Facts:
         """A sampler of a base or of saved weights."""

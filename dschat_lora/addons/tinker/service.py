@@ -144,7 +144,7 @@ class TinkerService:
             ValueError: without a number.
             BusyError: if too many wait.
         """
-        owner = known(self.runs, "there is no model", run)
+        owner = known(self.runs, "there is no model", run, 120)
         if seq is None or (seq < 1 and kind != "create_model"):
             raise ValueError(f"seq_id must be a whole number from 1 on, got {seq}")
         if seq > MOST_NUMBER:

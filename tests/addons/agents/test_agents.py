@@ -96,7 +96,7 @@ def play(tokenizer):
         agents = Agents(
             program,
             prompt_tokens(tokenizer, limit),
-            limits or AgentLimits(60.0, 0, 100, 64),
+            limits or AgentLimits(5.0, 0, 100, 64),
             max_new_tokens=100,
             end_of_text=lambda stop, tokens: end_of_text(tokens, stop, tokenizer.decode),
         )
@@ -308,12 +308,12 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
     kinds = ["good", "crash", "hang", "greedy", "text", "none", "silent"]
     start = time.monotonic()
     rows = [{"kind": kind} for kind in kinds]
-    played = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(2.0, 0, 4, 64))
-    assert time.monotonic() - start < 10
+    played = play(agent, rows, lambda prompt, seed: "one", limits=AgentLimits(1.0, 0, 4, 64))
+    assert time.monotonic() - start < 5
     failures = {kind: r.episode.failure for kind, r in zip(kinds, played.responses, strict=True)}
     assert failures["good"] == failures["none"] == ""
     assert failures["crash"] == "KeyError: 'not there'"
-    assert failures["hang"] == "timed out after 2 seconds (--agent_timeout)"
+    assert failures["hang"] == "timed out after 1 seconds (--agent_timeout)"
     assert "the episode has had its 4 answers (--agent_max_calls)" in failures["greedy"]
     assert "an agent gave 'good'; its reward is a finite number" in failures["text"]
     assert failures["silent"] == "it asked nothing"

@@ -340,7 +340,7 @@ def test_tasks_of_verifiers_are_answered_with_their_tools(monkeypatch):
     assert [m["role"] for m in json.loads(prompts[0].columns)["prompt"]] == ["system", "user"]
     assert "The sum of two numbers." in TOKENIZER.decode(prompts[0].input_ids)
     assert rewards(played)[::2] == rewards(played)[1::2] == [2.0, 2.5, 0.0, 2.0]
-    told = [m["content"] for m in json.loads(played[4].earlier) if m["role"] == "tool"]
+    told = [m["content"] for m in json.loads(played[4].episode.earlier) if m["role"] == "tool"]
     assert "error" in told[0]
     assert told[1] == "{'error': 'there is no tool add'}"
 

@@ -79,6 +79,7 @@ def test_a_loss_that_looks_at_all_pairs_before_is_not_streamed(streams):
     assert streams(DpoStageConfig, *TWO, precompute_ref_log_probs=False)[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("has_ended", "step", "said"),
     [(True, 3, ["after step 3"]), (True, 5, []), (False, 3, [])],

@@ -53,7 +53,7 @@ def test_processes_and_zero_stages_give_what_one_process_gives(ranks, tmp_path):
                     largest = max(1.0, float(value.abs().max()))
                     assert float((own[key] - value).abs().max()) < tolerance * largest, (step, key)
     moved = [w["lm_head.lora_B"] for w in (expected[0]["weights"][0], expected[-1]["weights"][0])]
-    assert float((moved[0] - moved[1]).abs().max()) > 1e-3
+    assert float((moved[0] - moved[1]).abs().max()) > 5e-4 * (len(stages) - 1)
 
 
 @pytest.mark.thorough

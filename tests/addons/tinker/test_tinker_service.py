@@ -310,6 +310,10 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told(start, base):
         each.optim_step()
     first, second = (finished(service, each)[0] for each in (client, other))
     assert all(torch.equal(first[k], second[k]) for k in first)
+    ignored = rows(2, 4, "importance_sampling")
+    ignored[0].loss_fn_inputs["logprobs"]._numpy[0] = -300.0  # an advantage of 0 has no ratio
+    client.forward_backward(ignored, "importance_sampling")
+    assert 0 < result(service, client.optim_step())["metrics"]["grad_norm"] < torch.inf
 
 
 def test_answers_do_not_depend_on_what_is_sampled_beside_them(start):
@@ -364,6 +368,7 @@ def test_too_many_requests_and_unknown_names_are_refused(start):
     service.submit(run, 6, "optim_step", b"{}")
     with pytest.raises(BusyError, match="2 requests wait"):
         service.submit(run, 7, "optim_step", b"{}")
+    service.submit(run, 6, "optim_step", b"{}")  # this one waits already
     with pytest.raises(NotFoundError, match="no model"):
         service.submit("nobody:train:0", 1, "optim_step", b"{}")
     with pytest.raises(NotFoundError, match="nothing is known"):
