@@ -12,6 +12,8 @@ _PACKAGE = __name__.partition(".")[0]
 # By the old name the modules that have what was in it, or the package that has its modules; names
 # begin behind that of this package. addons/ has a table of its own.
 OLD_NAMES = {
+    "engine.adamw": "engine.build",
+    "engine.linear": "engine.zero",
     "generation.search": "generation.greedy",
     "pipeline.launch": "commands.launch",
     "rl.algorithms": "rl.options.algorithms config.prompts",
@@ -47,6 +49,7 @@ OLD_NAMES = {
     "rl.update": "rl.learn.update rl.learn.experience",
     "rl.validation": "rl.loop.validation",
     "rl.watch.rows": "rl.loop.parts",
+    "supervised.pair_stages": "supervised.stages",
     "world": "assets.toy_world",
 }
 
@@ -81,8 +84,18 @@ class _FormerModule(ModuleType):
         return sorted({name for each in self._successors() for name in vars(each)})
 
     def _successors(self) -> list[ModuleType]:
-        names = _table().get(self.__name__.partition(".")[2], "").split()
-        return [import_module(f"{_PACKAGE}.{each}") for each in names]
+        """Those that can be imported: others need a library that is not installed."""
+        modules, missing = list[ModuleType](), None
+        for each in _table().get(self.__name__.partition(".")[2], "").split():
+            try:
+                modules.append(import_module(f"{_PACKAGE}.{each}"))
+            except ModuleNotFoundError as error:
+                if (error.name or _PACKAGE).partition(".")[0] == _PACKAGE:
+                    raise
+                missing = error
+        if missing is not None and not modules:
+            raise missing
+        return modules
 
 
 class OldNames:

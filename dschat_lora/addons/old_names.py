@@ -38,7 +38,7 @@ OLD_NAMES = {
     "data.filtering": "addons.audit.filtering",
     "data.nlg": "addons.nlg.formats data.row_formats",
     "data.similar_rows": "addons.audit.similar_rows",
-    "data.stream": "addons.streaming.stream data.readers",
+    "data.stream": "addons.streaming.stream addons.streaming.loader data.readers",
     "data.stream_loader": "addons.streaming.loader",
     "data.tar_rows": "addons.streaming.tar_rows",
     "data.unpaired_batch": "addons.kto.batch",
@@ -145,4 +145,7 @@ OLD_NAMES = {
         for old, new in _PACKAGES.items()
         for module in iter_modules([str(Path(__file__).parents[1].joinpath(*new.split(".")))])
     },
+    "tinker.adapters": "addons.tinker.adapters addons.tinker.bases",
+    "tinker.server": "addons.tinker.server addons.tinker.routes",
+    "tinker.service": "addons.tinker.service addons.tinker.requests addons.tinker.registry",
 }

@@ -33,7 +33,7 @@ def check_message(name: str, message: object, media: Collection[str] = ()) -> No
     required = {"role"} if calls else {"role", "content"}
     if not isinstance(message, dict) or not required <= message.keys():
         keys = sorted(message) if isinstance(message, dict) else type(message).__name__
-        raise ValueError(f"{name} must have 'role' and 'content', found {keys}")
+        raise ValueError(f"{name} must have 'role' and 'content', found {keys!s:.200}")
     if not isinstance(message["role"], str):
         raise ValueError(f"{name}: 'role' must be text, found {type(message['role']).__name__}")
     if not isinstance(calls, list | None) or not all(
@@ -82,10 +82,10 @@ def _check_content(name: str, content: object, media: Collection[str]) -> None:
             medium = medium_of(part) or next((m for m in MEDIA if m in str(typed)), None)
             if medium is not None:
                 said = typed if medium in str(typed) else medium
-                raise ValueError(f"{where} is {said!r}; text alone is read")
+                raise ValueError(f"{where} is {said!r:.200}; text alone is read")
         if not is_text:
             form = '{"type": "text", "text": ...}'
-            raise ValueError(f"{where} must be {form}, found {kind}")
+            raise ValueError(f"{where} must be {form}, found {kind:.200}")
 
 
 def medium_of(values: Mapping[str, Any]) -> str | None:

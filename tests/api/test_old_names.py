@@ -26,12 +26,13 @@ def test_former_module_has_what_took_its_place(module):
 
 def test_former_modules_are_these():
     formers = """
-    generation.search pipeline.launch rl.algorithms rl.batch rl.config rl.coroutines
-    rl.draw.order rl.draw.turn_decoder rl.dynamic_sampling rl.ema rl.engines rl.evaluation
-    rl.experience rl.inputs rl.learn.ema rl.learn.network rl.memory rl.metrics rl.pretraining
-    rl.response.messages rl.response.transfer rl.rewards rl.role_config rl.roles rl.rollout
-    rl.score.reward_functions rl.score.shaping rl.setup rl.throughput rl.train rl.trainer
-    rl.update rl.validation rl.watch.rows world
+    engine.adamw engine.linear generation.search pipeline.launch rl.algorithms rl.batch
+    rl.config rl.coroutines rl.draw.order rl.draw.turn_decoder rl.dynamic_sampling rl.ema
+    rl.engines rl.evaluation rl.experience rl.inputs rl.learn.ema rl.learn.network rl.memory
+    rl.metrics rl.pretraining rl.response.messages rl.response.transfer rl.rewards
+    rl.role_config rl.roles rl.rollout rl.score.reward_functions rl.score.shaping rl.setup
+    rl.throughput rl.train rl.trainer rl.update rl.validation rl.watch.rows
+    supervised.pair_stages world
     """.split()
     assert sorted(OLD_NAMES) == formers
     assert NAMED.keys() <= OLD_NAMES.keys()

@@ -9,6 +9,7 @@ import torch
 
 from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.data.loader import Window
+from dschat_lora.perf.throughput import StepCounts
 from dschat_lora.rl.learn.experience import AdvantagesAndReturns, Experience
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.loop.parts import rollout_rows
@@ -23,6 +24,8 @@ from dschat_lora.rl.watch.metrics import (
     response_metrics,
     sampler_errors,
 )
+from dschat_lora.rl.watch.throughput import FlopCounter
+from helpers.tiny import tiny_model
 
 
 def scored(rows, mask, policy, scores=None):
@@ -141,6 +144,23 @@ def test_responses_are_kept_with_the_numbers_of_each_of_the_actors_tokens():
     extra = [row["extra"] for row in rollout_rows(logged, targets, decode, iteration=3, most=2)]
     assert extra == [{"golden": "a"}, {"golden": "b"}]
     assert rollout_rows(experience, None, decode, iteration=3, most=1)[0]["advantage"] is None
+
+
+def test_drawing_computes_each_token_once_but_the_last_and_reads_weights_once_a_step():
+    """By hand, in a model of 2 layers that are 32 wide, whose keys are half as wide."""
+    model = tiny_model("llama", vocab_size=61, tie_word_embeddings=False)
+    counter = FlopCounter(
+        {"actor": SimpleNamespace(model=model)}, checkpointed={}, num_generations=1, batch_size=2
+    )
+    responses = [Response((1,) * 3, (2,) * 4, True, 0), Response((1,) * 5, (2,) * 2, True, 1)]
+    work = counter(responses, passes=1, shares_before={}, counts=StepCounts(), skips_padding=True)
+    linears = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)
+    fed, pairs, drawn = 6 + 6, 21 + 21, 4 + 2  # positions, pairs of (query, key), logits
+    expected = 2 * linears * fed + 2 * 4 * 32 * pairs + 2 * 32 * 61 * drawn
+    assert work.flops["generation"].model == expected
+    cached = (3 * 4 + 10) + (5 * 2 + 3)  # of the prompt, and of what was drawn before
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert work.decode_bytes == 4 * weights + cached * 2 * 2 * 16 * 4
 
 
 def test_metrics_of_responses_are_means_over_those_that_count():

@@ -89,8 +89,9 @@ class Registry:
 
     def finish_session(self, session: str, reason: object) -> None:
         """Note how a session ended; the first reason stays."""
-        facts = known(self.sessions, "there is no session", session)
-        self.put("sessions", session, {"finished": reason, **facts})
+        with self.changing:
+            facts = known(self.sessions, "there is no session", session)
+            self.put("sessions", session, {"finished": reason, **facts})
 
     def create_sampler(
         self, session: str, number: int, *, base: str | None, path: str | None
