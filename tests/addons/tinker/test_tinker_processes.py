@@ -4,6 +4,10 @@ import signal
 import socket
 
 import pytest
+
+for each in ("tinker", "uvicorn"):
+    pytest.importorskip(each, reason="the extra [tinker] is not installed")
+
 import tinker
 from tinker import types
 

@@ -3,8 +3,12 @@
 import json
 import math
 
-import numpy as np
 import pytest
+
+for each in ("tinker", "uvicorn"):
+    pytest.importorskip(each, reason="the extra [tinker] is not installed")
+
+import numpy as np
 from tinker.proto import tinker_public_pb2 as messages
 
 from addons.tinker.served import TOKENS, call, new_trainer

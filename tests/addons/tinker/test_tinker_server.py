@@ -6,8 +6,12 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-import numpy as np
 import pytest
+
+for each in ("tinker", "uvicorn"):
+    pytest.importorskip(each, reason="the extra [tinker] is not installed")
+
+import numpy as np
 import tinker
 import torch
 from tinker import types

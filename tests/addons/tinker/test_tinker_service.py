@@ -4,6 +4,10 @@ import json
 import random
 
 import pytest
+
+for each in ("tinker", "uvicorn"):
+    pytest.importorskip(each, reason="the extra [tinker] is not installed")
+
 import torch
 from peft import PeftModel
 from tinker import types
