@@ -28,8 +28,9 @@ NAMES = [(page, name) for page, (_, names) in REGISTRIES.items() for name in nam
 
 @cache
 def modules():
-    """The text of all test modules but this one."""
+    """The text of all test modules but this one, and of their tables."""
     paths = [path for path in TESTS.rglob("test_*.py") if path != Path(__file__)]
+    paths += TESTS.rglob("*.toml")
     return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 

@@ -278,7 +278,7 @@ def options_of(
         if name not in fields:
             from dschat_lora.config.other_names import GONE, dotted_name
 
-            if given in GONE and value == GONE[given]:
+            if given in GONE and (value == GONE[given] or str(value) == str(GONE[given])):
                 continue
             typed = f"--{dotted_name(name, value)}"
             raise ValueError(f"{label}: {unknown_option(typed, [*fields])}")

@@ -17,7 +17,7 @@ from dschat_lora.generation.generate import decode
 from dschat_lora.generation.kv_cache import fast_attention, takes_cache
 from dschat_lora.generation.sampling import Responses, Sampling, uniforms
 from dschat_lora.lora.model import adapter_layers, adapters_disabled
-from generation.test_sampling import plain_distribution
+from generation.test_token_choice import plain_distribution
 from helpers.decoding import CPU, PROMPTS, decoder_of, generated, greedy_loop, shapes_read
 from helpers.spread import ALL
 from helpers.tape import Tape

@@ -287,7 +287,7 @@ DANGEROUS = {
     # These name modules of the package itself, and of an attention kernel.
     "import_module": {
         *("__init__.py", "config/addons.py", "old_names.py", "models/attention.py"),
-        "data/row_formats.py",
+        *("data/row_formats.py", "addons/environments/libraries.py"),
         "runtime/stage_main.py",
     },
 }
