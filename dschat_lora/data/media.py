@@ -16,9 +16,6 @@ from dschat_lora.data.sources import DataSource
 if TYPE_CHECKING:
     from torch import nn
 
-    from dschat_lora.data.records import TextRecord
-    from dschat_lora.data.rows import ParsedRow
-
 FIRST_ID = 2**24  # of runs; no vocabulary is as large
 Row = Mapping[str, Any]
 
@@ -78,8 +75,8 @@ class MediaReader(Protocol):
         Unless they are the ``whole`` row they may have fewer placeholders than it has inputs.
         """
 
-    def fill(self, records: "tuple[TextRecord, ...]", row: "ParsedRow") -> "tuple[TextRecord, ...]":
-        """The records of a row of :meth:`row` with what it holds in the places for it."""
+    def fill(self, records: tuple[Any, ...], row: Any) -> tuple[Any, ...]:
+        """``TextRecord``s of a ``ParsedRow`` of :meth:`row` with what it holds in their places."""
 
     def columns(self, values: Row, row: Row) -> dict[str, Any]:
         """The columns of a row as JSON holds them, of which :meth:`row` made ``row``."""

@@ -12,7 +12,7 @@ shared with every other layer that reads it, and ``x A^T``, which is r wide.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,22 @@ from torch import Tensor, nn
 
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
 
-if TYPE_CHECKING:
-    from dschat_lora.lora.nf4 import NF4State
-
 # Since torch 2.8, on CUDA.
 _MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
+
+
+class QuantizedState(Protocol):
+    """What codes of a quantised weight stand for, as :class:`dschat_lora.lora.nf4.NF4State`."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def transposed(self) -> bool: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def tensors(self) -> dict[str, Tensor]: ...
+    def values(self, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class Context(Protocol):
@@ -38,7 +49,7 @@ class Context(Protocol):
     n: int
     ranks: list[int]
     scaling: float
-    state: "NF4State | None"
+    state: QuantizedState | None
     transposed: bool
     types: tuple[torch.dtype, torch.dtype]
 
@@ -246,7 +257,7 @@ class _LoraLinear(torch.autograd.Function):
         transposed: bool,
         down: Tensor | None,
         up: Tensor | None,
-        state: "NF4State | None",
+        state: QuantizedState | None,
         gate: Tensor | None,
     ) -> Tensor:
         # The parameters themselves are kept: casts are made again, and shards gathered again.
@@ -448,8 +459,8 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return shape if shard is None else torch.Size(shard.full_shape(shape))
 
 
-def state_of(weight: object) -> "NF4State | None":
-    """What the codes of a quantised weight stand for, an ``NF4State``; None for another tensor."""
+def state_of(weight: object) -> QuantizedState | None:
+    """What the codes of a quantised weight stand for; None for another tensor."""
     return getattr(weight, "nf4", None)
 
 

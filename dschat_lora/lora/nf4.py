@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dschat_lora.lora.layers import Context, state_of
+from dschat_lora.lora.layers import Context, QuantizedState, state_of
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
 PIECE = 2**16  # weights that a CPU quantises at a time
@@ -233,7 +233,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, state: NF4State
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, state: QuantizedState
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.state = state
@@ -254,7 +254,7 @@ class _Product(torch.autograd.Function):
         return grad_x, None, flat.sum(0) if wants_bias else None, None
 
 
-def _matrix(weight: Tensor, state: NF4State, dtype: torch.dtype) -> Tensor:
+def _matrix(weight: Tensor, state: QuantizedState, dtype: torch.dtype) -> Tensor:
     """(out, in) values."""
     values = state.values(weight.detach(), dtype)
     return values.t() if state.transposed else values

@@ -1,12 +1,38 @@
 """Whether a model sees, and what reads its pictures then."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.images.families import KNOWN, Family, model_type
+from dschat_lora.data.media import FIRST_ID
 
 if TYPE_CHECKING:
     from dschat_lora.addons.images.reader import ImageReader
     from dschat_lora.data.encoder import Tokenizer
+
+
+@dataclass
+class RunDecoder:
+    """``decode`` of a tokenizer that reads a run, or a tile of it, as one image token."""
+
+    tokenizer: "Tokenizer"
+    reader: "ImageReader"
+
+    def __deepcopy__(self, memo: object) -> "RunDecoder":
+        return self
+
+    def __call__(self, token_ids: Any, *args: Any, **options: Any) -> Any:
+        """As the tokenizer's own."""
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        if isinstance(ids, list | tuple):
+            pairs = zip(ids, [-1, *ids][: len(ids)], strict=True)
+            ids = self.reader.plain([i for i, last in pairs if not self._goes_on(i, last)])
+        return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
+
+    def _goes_on(self, number: int, last: int) -> bool:
+        """Whether an id is of the picture whose id stands before it."""
+        is_next = number > FIRST_ID and number == last + 1
+        return is_next and self.reader.entry_of(number).first != number
 
 
 def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "ImageReader | None":
@@ -18,7 +44,7 @@ def image_reader(config: Any, tokenizer: "Tokenizer | None", base: str) -> "Imag
     if kind is not None and kind not in KNOWN:
         return None
     from dschat_lora.addons.images.options import ImageOptions
-    from dschat_lora.addons.images.reader import ImageReader, PictureStore, RunDecoder
+    from dschat_lora.addons.images.reader import ImageReader, PictureStore
     from dschat_lora.runtime.checks import cache_directory
 
     options = getattr(getattr(config, "addons", None), "images", None)

@@ -438,30 +438,6 @@ class ImageReader:
         return Expansion(text, text.count(self.processor.image_token), grid)
 
 
-@dataclass
-class RunDecoder:
-    """``decode`` of a tokenizer that reads a run, or a tile of it, as one image token."""
-
-    tokenizer: "Tokenizer"
-    reader: ImageReader
-
-    def __deepcopy__(self, memo: object) -> "RunDecoder":
-        return self
-
-    def __call__(self, token_ids: Any, *args: Any, **options: Any) -> Any:
-        """As the tokenizer's own."""
-        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
-        if isinstance(ids, list | tuple):
-            pairs = zip(ids, [-1, *ids][: len(ids)], strict=True)
-            ids = self.reader.plain([i for i, last in pairs if not self._goes_on(i, last)])
-        return type(self.tokenizer).decode(self.tokenizer, ids, *args, **options)
-
-    def _goes_on(self, number: int, last: int) -> bool:
-        """Whether an id is of the picture whose id stands before it."""
-        is_next = number > FIRST_ID and number == last + 1
-        return is_next and self.reader.entry_of(number).first != number
-
-
 def _usable(sources: Sequence[DataSource], options: RowOptions) -> Iterator[dict[str, Any]]:
     """The rows of all sources, but for those that are refused where they are read."""
     for source in sources:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from PIL.Image import Image
@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel
 from dschat_lora.addons.images.beside import load_rest
 from dschat_lora.addons.images.entries import Entry
 from dschat_lora.addons.images.families import KNOWN, Family
+from dschat_lora.addons.images.options import ImageOptions
 from dschat_lora.data.media import FIRST_ID
 from dschat_lora.engine.zero import gathered
 from dschat_lora.models.backbone import cache_argument
@@ -24,7 +25,7 @@ from dschat_lora.models.composite import TextModel, whole_config
 from dschat_lora.models.fingerprint import base_fingerprint
 
 if TYPE_CHECKING:
-    from dschat_lora.addons.images.reader import ImageReader
+    from dschat_lora.addons.images.processors import PictureProcessor
 
 # Most that features of frozen towers take, which are kept for later passes.
 KEPT_BYTES = 2**30
@@ -44,6 +45,24 @@ class Table(NamedTuple):
     grids: Tensor
 
 
+class Pictures(Protocol):
+    """What reads pictures, for the tower: entries, and what the tower takes of each."""
+
+    options: ImageOptions
+    towers: dict[str, "PictureInputs"]  # by base
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """Those that are known, in the order of their ids."""
+
+    @property
+    def processor(self) -> "PictureProcessor":
+        """The model's own."""
+
+    def picture(self, entry: Entry) -> Image:
+        """The picture of an entry, decoded."""
+
+
 class PictureInputs:
     """Called before the language model: gives it features in place of runs of token ids.
 
@@ -57,7 +76,7 @@ class PictureInputs:
         self,
         load: Callable[[], nn.Module],
         family: Family,
-        reader: "ImageReader",
+        reader: Pictures,
         model: TextModel | None = None,
     ) -> None:
         self._load, self.family, self.reader, self.model = load, family, reader, model
@@ -284,7 +303,7 @@ def mutual_inputs(
     return {"attention_mask": made if isinstance(mask, dict) else made["full_attention"]}
 
 
-def attach(model: PreTrainedModel, reader: "ImageReader", base: str) -> None:
+def attach(model: PreTrainedModel, reader: Pictures, base: str) -> None:
     """Have a text model of a composite one take pictures by the composite model's own tower.
 
     A frozen one is shared, with its features, by all models on ``base``. It is loaded here where

@@ -11,8 +11,6 @@ from dschat_lora.config.groups import require
 from dschat_lora.rl.options.names import addon_name, called, is_own, load_object, made
 
 if TYPE_CHECKING:
-    from dschat_lora.rl.options.config import RlhfConfig
-    from dschat_lora.rl.options.inputs import RlhfInputs, Sources
     from dschat_lora.runtime.run import OpenRun
 
 
@@ -57,22 +55,20 @@ class EngineFacts:
         """Whether the package's own decoder computes here, with the actor's own modules."""
         return self is ENGINES["own"]
 
-    def check(self, config: "RlhfConfig", inputs: "RlhfInputs") -> None:
-        """Refuse options that the engine does not take."""
+    def check(self, config: object, inputs: object) -> None:
+        """Refuse options, an ``RlhfConfig``, that the engine does not take."""
         if self.check_options:
             called(self.check_options)(config, inputs)
         elif hasattr(self.own, "check"):
             cast(Any, engine_object(self.own)).check(config)
 
-    def prepare(
-        self, config: "RlhfConfig", sources: "Sources", run: "OpenRun[RlhfConfig]"
-    ) -> object:
+    def prepare(self, config: object, sources: object, run: "OpenRun[Any]") -> object:
         """What has to be there before models take memory; None where nothing has, or will run."""
         if not self.start or run.directory is None:
             return None
         return called(self.start)(config, sources, run)
 
-    def bytes_beside_training(self, config: "RlhfConfig") -> int:
+    def bytes_beside_training(self, config: object) -> int:
         """Bytes of a device that it takes while the actor trains, as far as it knows."""
         if not hasattr(self.own, "bytes_beside_training"):
             return 0

@@ -23,8 +23,6 @@ from dschat_lora.config.when import no_effect
 
 if TYPE_CHECKING:
     from dschat_lora.models.loading import Tokenizer
-    from dschat_lora.rl.options.config import RlhfConfig
-    from dschat_lora.rl.options.inputs import Sources
     from dschat_lora.runtime.run import OpenRun
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
@@ -164,20 +162,19 @@ class ReferenceOptions(Protocol):
     def model(self, load: LoadConfig) -> ModelConfig:
         """Options of loading its model."""
 
-    def logit_bytes(self, config: "RlhfConfig") -> int | None:
+    def logit_bytes(self, config: Any) -> int | None:
         """Bytes for each logit of a chunk that a loss of its own takes; None: it has no such."""
 
     def scorer(self) -> object:
         """The :class:`~dschat_lora.rl.score.scores.Scorer` of runs that nothing else scores."""
 
     def load(
-        self,
-        config: "RlhfConfig",
-        tokenizer: "Tokenizer",
-        sources: "Sources",
-        run: "OpenRun[RlhfConfig]",
+        self, config: Any, tokenizer: "Tokenizer", sources: Any, run: "OpenRun[Any]"
     ) -> object:
-        """The :class:`~dschat_lora.rl.learn.reference.Reference`; call on every rank."""
+        """The :class:`~dschat_lora.rl.learn.reference.Reference` of a run; call on every rank.
+
+        ``config`` is an ``RlhfConfig``, ``sources`` are those of its models.
+        """
 
 
 @contextmanager
