@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dschat_lora.lora.layers import Context
+from dschat_lora.lora.autograd import Context
 
 Exchange = Callable[[Tensor], Tensor]
 

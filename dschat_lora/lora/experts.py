@@ -18,13 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from dschat_lora.kernels.support import runs_kernels
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
-from dschat_lora.lora.layers import (
-    Context,
-    full_shape,
-    gated,
-    state_of,
-    zeros,
-)
+from dschat_lora.lora.autograd import Context
+from dschat_lora.lora.layers import full_shape, gated, state_of, zeros
 from dschat_lora.lora.names import EXPERT_WEIGHTS
 from dschat_lora.lora.nf4 import NF4State, quantize
 

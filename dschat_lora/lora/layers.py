@@ -11,7 +11,7 @@ factors. :func:`lora_linear` makes one, and keeps what the factors' gradients ne
 shared with every other layer that reads it, and ``x A^T``, which is r wide.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -19,39 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
+from dschat_lora.lora.autograd import Context, QuantizedState
 
 # Since torch 2.8, on CUDA.
 _MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
-
-
-class QuantizedState(Protocol):
-    """What codes of a quantised weight stand for, as :class:`dschat_lora.lora.nf4.NF4State`."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def transposed(self) -> bool: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    def tensors(self) -> dict[str, Tensor]: ...
-    def values(self, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-
-class Context(Protocol):
-    """What torch hands to the passes of a function with derivatives of its own, and they note."""
-
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Any, ...]
-    save_for_backward: Callable[..., None]
-    set_materialize_grads: Callable[[bool], None]
-    back: Callable[[Tensor], Tensor]
-    n: int
-    ranks: list[int]
-    scaling: float
-    state: QuantizedState | None
-    transposed: bool
-    types: tuple[torch.dtype, torch.dtype]
 
 
 class Together(Protocol):

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dschat_lora.lora.layers import Context, QuantizedState, state_of
+from dschat_lora.lora.autograd import Context, QuantizedState
+from dschat_lora.lora.layers import state_of
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
 PIECE = 2**16  # weights that a CPU quantises at a time

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.lora.autograd import Context
 from dschat_lora.lora.layers import (
-    Context,
     LoraLinear,
     active_bias,
     lora_linear_reference,

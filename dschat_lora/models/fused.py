@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from dschat_lora.kernels.rotary import rotate, rotate_plain
 from dschat_lora.kernels.support import runs_kernels
+from dschat_lora.lora.autograd import Context
 from dschat_lora.lora.experts import FUSES_GATE
-from dschat_lora.lora.layers import Context, LoraLinear, gated
+from dschat_lora.lora.layers import LoraLinear, gated
 
 _AGREES = 1e-5  # relative error in fp32 that is rounding
 _GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # parts of an MLP

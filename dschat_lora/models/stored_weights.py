@@ -26,7 +26,8 @@ from dschat_lora.checkpoint.quantization import base_file, quantization, stored_
 from dschat_lora.checkpoint.tensors import save_tensors
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import nf4
-from dschat_lora.lora.layers import QuantizedState, full_shape, is_quantized, state_of
+from dschat_lora.lora.autograd import QuantizedState
+from dschat_lora.lora.layers import full_shape, is_quantized, state_of
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of, shard_of
 
