@@ -125,6 +125,8 @@ def reference_of(batch):
     return batch.reference
 
 
+# Of models in fp64: in fp32, on some machines, rounding alone moves a gradient by as much as is
+# allowed.
 def check_reward(model, name, pairs, batch):
     config, plainly = REWARD_LOSSES[name]
     loss = reward_objective(config).loss(RewardModel(model), batch).total
@@ -168,7 +170,6 @@ def in_pairs(allowed, **factors):
 
 @in_pairs(lambda row: True, kind=KINDS, name=tuple(REWARD_LOSSES), layout=LAYOUTS)
 def test_loss_and_gradient_of_scores_are_those_of_two_forward_passes(kind, name, layout, attention):
-    # In fp32, of some machines, rounding alone moves a gradient by as much as is allowed here.
     model, pairs = reward_model(kind, attention=attention).double(), pairs_of()
     assert any("score" in n for n in trainable(model))
     check_reward(model, name, pairs, batch_of(pairs, layout))
@@ -188,10 +189,10 @@ def test_loss_and_gradient_of_dpo_are_those_of_two_forward_passes(name, layout, 
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])
 def test_every_weight_has_the_gradient_of_two_forward_passes_where_all_train(kind):
-    model, pairs = reward_model(kind, lora=None), pairs_of()
+    model, pairs = reward_model(kind, lora=None).double(), pairs_of()
     for name in REWARD_LOSSES:
         check_reward(model, name, pairs, batch_of(pairs, "shared"))
-    model = policy(kind, lora=None)
+    model = policy(kind, lora=None).double()
     pairs = known(pairs, model)
     for rows in (3, 1000):
         network = CausalLMLogprobs(model)
@@ -209,7 +210,7 @@ HEADS = {
 
 @pytest.mark.parametrize("head", HEADS)
 def test_any_head_is_called_a_chunk_at_a_time_and_gets_its_gradient_if_it_trains(head):
-    model = policy("llama", lora=HEADS[head])
+    model = policy("llama", lora=HEADS[head]).double()
     pairs = known(pairs_of(), model)
     network = CausalLMLogprobs(model)
     if head == "more than a linear layer":
@@ -225,6 +226,7 @@ def test_any_head_is_called_a_chunk_at_a_time_and_gets_its_gradient_if_it_trains
 def test_logits_that_the_model_transforms_are_taken_whole(layout):
     model = softcapped_model(sliding_window=WINDOW)
     apply_lora(model, FACTORS, seed=0)
+    model.double()
     pairs = known(pairs_of(), model)
     network = CausalLMLogprobs(model)
     network.full_logits = True
