@@ -56,7 +56,7 @@ class Stage:
 STAGES: Mapping[str, Stage] = {
     "sft": Stage(
         "config.stages:SupervisedConfig",
-        "runtime.validation:check_supervised",
+        "supervised.validation:check_supervised",
         "supervised.stages:run_sft",
         """examples:
   dschat-lora sft --data_path mine.jsonl --model_name_or_path facebook/opt-1.3b
@@ -64,7 +64,7 @@ STAGES: Mapping[str, Stage] = {
     ),
     "reward": Stage(
         "config.stages:RewardStageConfig",
-        "runtime.validation:check_reward",
+        "supervised.validation:check_supervised",
         "supervised.stages:run_reward",
         """examples:
   dschat-lora reward --model_name_or_path output/sft --data_path pairs.jsonl""",
@@ -72,7 +72,7 @@ STAGES: Mapping[str, Stage] = {
     ),
     "dpo": Stage(
         "config.stages:DpoStageConfig",
-        "runtime.validation:check_dpo",
+        "supervised.validation:check_supervised",
         "supervised.stages:run_dpo",
         """examples:
   dschat-lora dpo --model_name_or_path output/sft --data_path pairs.jsonl""",

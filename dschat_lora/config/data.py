@@ -13,6 +13,9 @@ from dschat_lora.config.groups import require, require_numbers
 from dschat_lora.config.held import is_held
 from dschat_lora.config.options import hidden, option
 
+# What a stage makes of rows: texts to learn, two answers to compare, answers that are good or bad,
+# or prompts to answer.
+DataKind = Literal["samples", "pairs", "unpaired", "prompts"]
 UnpairedRows = Literal["refuse", "good_only", "all"]
 # Columns that rows are read from, under these names or others given by --columns.
 COLUMNS = (

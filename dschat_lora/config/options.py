@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound="DataclassInstance")
 ValueT = TypeVar("ValueT")
+PartT = TypeVar("PartT", bound=Any)
 OptionField = tuple[dataclasses.Field[object], object]  # and its annotation
 # When an option has an effect: a condition, or a function of values by name that gives the message
 # where it has none, as :func:`dschat_lora.config.when.no_effect` makes it, and else nothing.
@@ -429,6 +430,19 @@ def _fields_of_group(
 
 def _is_option(field: dataclasses.Field[object]) -> bool:
     return not {"given", "hidden"} & field.metadata.keys()
+
+
+def with_values(config: PartT, values: Mapping[str, Any], prefix: str = "") -> PartT:
+    """The config, or a group of it, with other values of options by their names."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        now, name = getattr(config, field.name), prefix + field.name
+        if "group" in field.metadata:
+            new = with_values(now, values, nested_prefix(prefix, field))
+            changed |= {} if new is now else {field.name: new}
+        elif name in values and values[name] != now:
+            changed[field.name] = values[name]
+    return dataclasses.replace(config, **changed) if changed else config
 
 
 def nested_prefix(prefix: str, field: dataclasses.Field[object]) -> str:

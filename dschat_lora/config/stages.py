@@ -1,14 +1,17 @@
 """The options of each stage, composed of groups."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from dschat_lora.config.addons import addon_options, groups_of, provided_name, value_names
-from dschat_lora.config.data import DataConfig, parse_variables
+from dschat_lora.config.data import DataConfig, DataKind, parse_variables
 from dschat_lora.config.groups import (
     BatchConfig,
     Dtype,
+    LoadConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -21,12 +24,14 @@ from dschat_lora.config.groups import (
 from dschat_lora.config.options import (
     ELSEWHERE,
     accepted,
+    command_line,
     flatten,
     given_options,
     group,
     hidden,
     option,
 )
+from dschat_lora.config.roles import Role, Task
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,9 @@ class StageConfig:
     """Options of every stage: how long it trains, on how many processes, and where it writes."""
 
     when: ClassVar[Mapping[str, str]] = {}  # in place of what options and groups say
+    stage: ClassVar[str]  # its name: of its runs, its directory and its command
+    phase: ClassVar[int] = 1  # of --data_split
+    micro_batch: ClassVar[str] = "per_device_train_batch_size"  # option of its rows
 
     optim: ScheduleConfig = group(ScheduleConfig)
     parallel: ParallelConfig = group(ParallelConfig)
@@ -199,6 +207,59 @@ class StageConfig:
         raise NotImplementedError
 
     @property
+    def kind(self) -> DataKind:
+        """What it makes of rows."""
+        return "samples"
+
+    if TYPE_CHECKING:  # fields, or properties, of each stage
+
+        @property
+        def load(self) -> LoadConfig:
+            """How all models are loaded."""
+
+        @property
+        def data(self) -> Any:
+            """The rows: a ``DataConfig`` or a ``PromptConfig``."""
+
+    @cached_property
+    def roles(self) -> Mapping[str, Role]:
+        """The models that have options of training, by name."""
+        raise NotImplementedError
+
+    @property
+    def trained(self) -> Mapping[str, Role]:
+        """Those of the ``roles`` that train in this run; the first is the one that answers."""
+        return self.roles
+
+    def model_of(self, role: str) -> ModelConfig:
+        """Options of loading the model of a role, trained or not."""
+        return self.roles[role].model
+
+    @property
+    def rule_of_rates(self) -> tuple[str, float | None]:
+        """The stage whose published rule of rates holds, and its factor if that has none."""
+        return self.stage, None
+
+    def logit_bytes(self, role: str) -> int | None:
+        """Bytes for each logit of a chunk, of a loss over whole distributions; None: of others."""
+        return None
+
+    def naming_options_of(self, role: str) -> AbstractContextManager[None]:
+        """A context in which ValueErrors name the options of a role as this stage calls them."""
+        return nullcontext()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of a micro-batch on a device."""
+        rows: int = getattr(self.batch, self.micro_batch)
+        return rows
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Most tokens of a row: of one sample or, where pairs are compared, of two sequences."""
+        return self.data.max_seq_len * (2 if self.kind == "pairs" else 1)
+
+    @property
     def bound_to_micro_batches(self) -> str | None:
         """The option by which a step is another one where its rows are divided otherwise, if any.
 
@@ -212,12 +273,25 @@ class SupervisedConfig(StageConfig):
     """Options of a supervised stage: model, data, optimizer and output."""
 
     everyday: ClassVar[Sequence[str]] = ()
+    stage: ClassVar[str] = "sft"
+    task: ClassVar[Task] = "CAUSAL_LM"  # of the model
+    starts_from: ClassVar[tuple[Task, ...]] = ("CAUSAL_LM",)
     model: ModelConfig = group(ModelConfig)
     lora: LoraConfig = group(LoraConfig)
     data: DataConfig = group(DataConfig)
     batch: BatchConfig = group(BatchConfig)
     optim: OptimConfig = group(OptimConfig)
     addons: Any = group(addon_options("sft", vars(), StageConfig))
+
+    @property
+    def load(self) -> ModelConfig:
+        return self.model
+
+    @cached_property
+    def roles(self) -> Mapping[str, Role]:
+        """The one model."""
+        stage = self.parallel.zero_stage
+        return {"model": Role("", self.task, self.model, self.lora, self.optim, stage)}
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:
@@ -230,17 +304,17 @@ class SupervisedConfig(StageConfig):
     def bound_to_micro_batches(self) -> str | None:
         """Dropout and noise, means over experts or unpaired answers, and NLG's schedule."""
         values = flatten(self)
-        if isinstance(self, DpoStageConfig) and self.dpo.is_unpaired:
+        if self.kind == "unpaired":
             return "loss_type"
         return next((name for name in _BY_MICRO_BATCH if values.get(name)), None)
 
-    @property
-    def max_row_tokens(self) -> int:
-        """Most tokens of a row: of one sample, or of both sequences of a pair."""
-        pairs = isinstance(self, RewardStageConfig | DpoStageConfig)
-        if isinstance(self, DpoStageConfig) and self.dpo.is_unpaired:
-            pairs = False
-        return self.data.max_seq_len * (2 if pairs else 1)
+    def settled(self) -> Self:
+        """With what its own options settle among themselves.
+
+        Raises:
+            ValueError: where they contradict each other.
+        """
+        return self
 
 
 _SFT_ONLY = (
@@ -254,11 +328,19 @@ class RewardStageConfig(SupervisedConfig):
     """Options of step 2, which trains a reward model on pairs."""
 
     everyday: ClassVar[Sequence[str]] = ("reward_loss",)
+    stage: ClassVar[str] = "reward"
+    phase: ClassVar[int] = 2
+    task: ClassVar[Task] = "SEQ_CLS"
+    starts_from: ClassVar[tuple[Task, ...]] = ("CAUSAL_LM", "SEQ_CLS")
     when: ClassVar[Mapping[str, str]] = dict.fromkeys((*_SFT_ONLY, "sample_generations"), ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     pairs: PairConfig = group(PairConfig)
     reward: RewardConfig = group(RewardConfig)
     addons: Any = group(addon_options("reward", vars(), SupervisedConfig))
+
+    @property
+    def kind(self) -> DataKind:
+        return "pairs"
 
 
 @dataclass(frozen=True)
@@ -266,12 +348,42 @@ class DpoStageConfig(SupervisedConfig):
     """Options of DPO, which trains a policy on pairs."""
 
     everyday: ClassVar[Sequence[str]] = ("loss_type", "beta")
+    stage: ClassVar[str] = "dpo"
+    phase: ClassVar[int] = 2
     when: ClassVar[Mapping[str, str]] = dict.fromkeys(_SFT_ONLY, ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)
     optim: OptimConfig = group(OptimConfig, learning_rate=1e-6, default_lora_learning_rate=1e-5)
     pairs: PairConfig = group(PairConfig)
     dpo: DpoConfig = group(DpoConfig)
     addons: Any = group(addon_options("dpo", vars(), SupervisedConfig))
+
+    @property
+    def kind(self) -> DataKind:
+        return "unpaired" if self.dpo.is_unpaired else "pairs"
+
+    def settled(self) -> Self:
+        """With the published beta of SimPO where none is given.
+
+        Raises:
+            ValueError: at an option that the loss has no use for, or if the reference would have
+                to be a second model.
+        """
+        values, dpo = flatten(self), self.dpo
+        for name, losses in LOSSES_OF_OPTION.items():
+            is_off = values[name] == 0 and not isinstance(values[name], bool)
+            if name in self.given and dpo.loss_type not in losses and not is_off:
+                typed = " ".join(command_line({name: values[name]}))
+                allowed = " or ".join([", ".join(losses[:-1])] * (len(losses) > 1) + [losses[-1]])
+                raise ValueError(f"{typed} is for --loss_type {allowed}, not {dpo.loss_type}")
+        adapter_alone = self.lora.lora_dim > 0 and self.lora.only_optimize_lora
+        if not (dpo.precompute_ref_log_probs or adapter_alone):
+            raise ValueError(
+                "--no-precompute_ref_log_probs looks through the starting adapter on the frozen "
+                "base; with base weights that train use --precompute_ref_log_probs"
+            )
+        if dpo.loss_type == "simpo" and "beta" not in self.given:
+            return replace(self, dpo=replace(dpo, beta=SIMPO_BETA))
+        return self
 
 
 @dataclass(frozen=True)

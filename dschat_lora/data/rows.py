@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from dschat_lora.config.data import DataConfig, UnpairedRows, parse_columns, split_weight
+from dschat_lora.config.data import DataConfig, DataKind, UnpairedRows, parse_columns, split_weight
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.media import MediaReader
@@ -21,9 +21,6 @@ from dschat_lora.data.templates import ASSISTANT
 RowType = Literal[
     "text", "prompt-completion", "conversation", "preference", "unpaired preference", "prompt"
 ]
-# What a stage makes of rows: texts to learn, two answers to compare, answers that are good or bad,
-# or prompts to answer.
-DataKind = Literal["samples", "pairs", "unpaired", "prompts"]
 
 KNOWN_TYPES = (
     "`text`; `prompt`, `completion`; `messages`; `chosen`, `rejected` with or without `prompt`; "

@@ -6,15 +6,12 @@ Imports nothing heavy, so that a contradiction is reported at once.
 import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from dschat_lora.config.bundled import find_deepspeed_json
 from dschat_lora.config.files import parse_json, read_json
-from dschat_lora.config.groups import BatchConfig, LoadConfig, ParallelConfig, ScheduleConfig
+from dschat_lora.config.groups import LoadConfig, ParallelConfig, ScheduleConfig
 
-LoadT = TypeVar("LoadT", bound=LoadConfig)
-ScheduleT = TypeVar("ScheduleT", bound=ScheduleConfig)
 AUTO = "auto"
 # JSON field -> the option that sets the same thing.
 _SHARED = {
@@ -108,33 +105,36 @@ def _check_fields(path: str, content: Mapping[str, Any]) -> None:
         raise ValueError(f"--deepspeed_config {path} enables both bf16 and fp16; choose one")
 
 
-def reconcile(
-    model: LoadT,
-    batch: BatchConfig,
-    optim: ScheduleT,
+def stated_values(
+    load: LoadConfig,
+    batch: Any,
+    optim: ScheduleConfig,
     parallel: ParallelConfig,
     *,
     given: frozenset[str],
     world_size: int,
-) -> tuple[LoadT, BatchConfig, ScheduleT, ParallelConfig]:
-    """The options with what ``--deepspeed_config`` says filled in where no option was given.
+    micro_batch_size: str = "per_device_train_batch_size",
+    counts_rows: bool = True,
+) -> dict[str, Any]:
+    """Values of options, by name, once ``--deepspeed_config`` fills in those that are not given.
 
+    ``micro_batch_size`` names the option of the rows of a micro-batch, unless tokens are counted;
     ``world_size`` counts processes, for ``train_batch_size``.
 
     Raises:
         ValueError: where the file and an option disagree; the message names both.
     """
-    path = parallel.deepspeed_config
+    path, micro = parallel.deepspeed_config, micro_batch_size
     content = read_deepspeed_json(path)
     values: dict[str, Any] = {
-        "per_device_train_batch_size": batch.per_device_train_batch_size,
+        micro: getattr(batch, micro),
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "max_grad_norm": optim.max_grad_norm,
         "zero_stage": parallel.zero_stage,
-        "dtype": model.dtype,
+        "dtype": load.dtype,
         "offload": parallel.offload,
     }
-    if batch.tokens_per_device:
+    if not counts_rows:
         for field in ("train_micro_batch_size_per_gpu", "train_batch_size"):
             if (stated := content.get(field, AUTO)) != AUTO:
                 raise ValueError(
@@ -142,8 +142,9 @@ def reconcile(
                     f"--tokens_per_device {batch.tokens_per_device} counts tokens; write "
                     f'"{AUTO}" in the file'
                 )
-        values["per_device_train_batch_size"] = 1  # as DeepSpeed wants some number of rows
+        values[micro] = 1  # as DeepSpeed wants some number of rows
     for field, name, stated in _stated_options(content):
+        name = micro if name == "per_device_train_batch_size" else name
         if name in given and values[name] != stated:
             raise ValueError(
                 f"--deepspeed_config {path} sets {field} to {stated!r}, but --{name} is "
@@ -151,22 +152,16 @@ def reconcile(
             )
         values[name] = stated
     _refuse_foreign(path, content, parallel)
-    model = replace(model, dtype=values["dtype"])
-    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    batch = replace(batch, **{name: values[name] for name in sizes})
-    optim = replace(optim, max_grad_norm=values["max_grad_norm"])
-    micro, steps = (values[name] for name in sizes)
-    total = micro * steps * parallel.shares(world_size)
+    rows, steps = values[micro], values["gradient_accumulation_steps"]
+    total = rows * steps * parallel.shares(world_size)
     if (stated := content.get("train_batch_size", AUTO)) not in (AUTO, total):
         raise ValueError(
-            f"--deepspeed_config {path} sets train_batch_size to {stated}, but "
-            f"--per_device_train_batch_size {micro} x --gradient_accumulation_steps {steps} x "
-            f"{parallel.share_words(world_size)} is {total}"
+            f"--deepspeed_config {path} sets train_batch_size to {stated}, but --{micro} {rows} x "
+            f"--gradient_accumulation_steps {steps} x {parallel.share_words(world_size)} is {total}"
         )
     if values["offload"] and not values["zero_stage"]:
         raise ValueError("--offload needs --zero_stage 1, 2 or 3: ZeRO 0 shards nothing to offload")
-    parallel = replace(parallel, zero_stage=values["zero_stage"] or 0, offload=values["offload"])
-    return model, batch, optim, parallel
+    return values | {"zero_stage": values["zero_stage"] or 0}
 
 
 def _stated_options(content: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:

@@ -12,6 +12,7 @@ from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.score_class import HEAD
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.roles import Task
 from dschat_lora.data.media import MediaReader
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import is_quantized
@@ -20,7 +21,7 @@ from dschat_lora.lora.names import is_inside
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.lora.targets import adaptable_parts, expert_names
 from dschat_lora.models.causal_lm import balancing_loss
-from dschat_lora.models.composite import Task, left_out_words
+from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.four_bit_base import kind_of, packed_how, whole_weights_warning
 from dschat_lora.models.loading import Tokenizer, load_causal_lm, load_config, share_parameters

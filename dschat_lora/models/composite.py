@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +27,12 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from dschat_lora.checkpoint.score_class import register_score_class
+from dschat_lora.config.roles import Task
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of
 from dschat_lora.models.stored_weights import StoredWeights, add_tensors, cached
 from dschat_lora.models.text_classes import causal_lm_over, reward_model_over
 
-# PEFT's names of the two kinds of model.
-Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 _HEADS: Mapping[Task, str] = {"CAUSAL_LM": "lm_head", "SEQ_CLS": "score"}
 _AUTOS: Mapping[Task, tuple[type[_BaseAutoModelClass], ...]] = {
     "CAUSAL_LM": (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM),

@@ -6,7 +6,6 @@ from dschat_lora.config.data import DataConfig
 from dschat_lora.config.options import flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.prepare import preview
-from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.distributed import rank
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.texts import sample_text
@@ -21,12 +20,11 @@ _UNSHOWN = ("dry_run", "verbose")
 _SAID = ("data_path", "eval_data_path")
 
 
-def say_sample(
-    run: OpenRun[StageConfig], data: DataConfig, tokenizer: Tokenizer, kind: DataKind
-) -> None:
+def say_sample(run: OpenRun[StageConfig], data: DataConfig, tokenizer: Tokenizer) -> None:
     """Show the first short sample of the data token by token, on the first rank."""
     if rank() != 0:
         return
+    kind = run.config.kind
     samples = preview(data, tokenizer, eos_id=int(tokenizer.eos_token_id), kind=kind)
     texts = []
     for sample in islice(samples, _LOOKED_AT):

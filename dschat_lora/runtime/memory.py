@@ -13,8 +13,7 @@ from torch import nn
 from dschat_lora.algos.logprobs import MAX_CHUNK_LOGITS, MAX_CHUNK_LOGITS_CPU
 from dschat_lora.checkpoint.history import checkpoints_of
 from dschat_lora.config.addons import load, provided
-from dschat_lora.config.groups import is_on
-from dschat_lora.config.stages import StageConfig, SupervisedConfig
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import (
     data_world_size,
@@ -24,7 +23,6 @@ from dschat_lora.engine.distributed import (
     planned_varlen,
 )
 from dschat_lora.models.backbone import Backbone
-from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.launches import PassSeconds, pass_seconds
 from dschat_lora.perf.memory import (
     MemoryEstimate,
@@ -166,16 +164,17 @@ class MemoryPlan:
         return self.weights + self.training + self.graphs + self.cache
 
     def line(self) -> str:
-        """The plan of several models in words, for the log."""
+        """The plan in words, for the log."""
         saved = self.separate_weights - self.weights
         graphs = f", CUDA graphs {self.graphs / GIB:.3g}" if self.graphs else ""
         shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
+        kept = ", kept" if self.keeps_cache else ""
+        decoding = f", keys and values while decoding {self.cache / GIB:.3g}{kept}"
         return (
             f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
             f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
-            f"{self.training / GIB:.3g}{graphs}, update {self.update / GIB:.3g}, keys and values "
-            f"while decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
-            f"{self.host_words}"
+            f"{self.training / GIB:.3g}{graphs}, update of full rows {self.update / GIB:.3g}"
+            f"{decoding if self.cache else ''}{self.host_words}"
         )
 
     @property
@@ -240,41 +239,6 @@ def free_memory() -> int:
     else:
         mine = psutil.virtual_memory().available // int(os.environ["LOCAL_WORLD_SIZE"])
     return -int(max_over_ranks(-float(mine)))
-
-
-def estimate_memory_of(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
-) -> int | None:
-    """Bytes one device is expected to need; None for architectures that are not understood."""
-    plan = memory_plan_of(adapted, config, settings)
-    return None if plan is None else plan.peak
-
-
-def memory_plan_of(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
-) -> MemoryPlan | None:
-    """The plan of a supervised stage; None for architectures that are not understood."""
-    return plan_memory([trained_model(adapted, config, settings)])
-
-
-def trained_model(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
-) -> TrainedModel:
-    """The one model of a supervised stage; a row of pairs holds two sequences."""
-    rows, tokens = config.batch.per_device_train_batch_size, config.batch.tokens_per_device
-    if tokens:
-        rows = rows_of(tokens, config.max_row_tokens)[0]
-    return TrainedModel(
-        adapted.model,
-        settings,
-        rows=rows,
-        length=config.data.max_seq_len,
-        recomputes=is_on(config.model.gradient_checkpointing),
-        tokens=tokens,
-        sequences=config.max_row_tokens // config.data.max_seq_len,
-        offloads=offloads_inputs(config),
-        processes=config.parallel.context_parallel_size,
-    )
 
 
 def offloads_inputs(config: StageConfig) -> bool:

@@ -1,6 +1,5 @@
 """Micro-batches of a step, and recomputation in them: of settings of one step the fastest."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from dschat_lora.checkpoint.history import STATE_FILE
 from dschat_lora.config.groups import LoadConfig
-from dschat_lora.config.options import command_line, flatten, nested_prefix
+from dschat_lora.config.options import command_line, flatten, with_values
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.distributed import broadcast_string, device, rank
 from dschat_lora.models.blocks import can_recompute, offload_inputs, recompute_blocks
@@ -22,20 +21,6 @@ from dschat_lora.runtime.memory import GIB, TrainedModel
 from dschat_lora.runtime.run import OpenRun
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
-PartT = TypeVar("PartT", bound=Any)
-
-
-def with_values(config: PartT, values: Mapping[str, Any], prefix: str = "") -> PartT:
-    """The config, or a group of it, with other values of options by their names."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        now, name = getattr(config, field.name), prefix + field.name
-        if "group" in field.metadata:
-            new = with_values(now, values, nested_prefix(prefix, field))
-            changed |= {} if new is now else {field.name: new}
-        elif name in values and values[name] != now:
-            changed[field.name] = values[name]
-    return dataclasses.replace(config, **changed) if changed else config
 
 
 def smaller_micro_batches(config: StageConfig, *, longest: int) -> Iterator[dict[str, int]]:

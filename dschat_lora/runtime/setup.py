@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from dschat_lora.algos.adamw import adamw_
-from dschat_lora.config.data import DataConfig
+from dschat_lora.config.data import DataConfig, DataKind
 from dschat_lora.config.groups import ParallelConfig, RunConfig, ScheduleConfig
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.media import MediaReader, media_reader
 from dschat_lora.data.prepare import Prepared, prepare
-from dschat_lora.data.rows import DataKind
 from dschat_lora.engine.build import EngineSettings, Update, resolve_dtype
 from dschat_lora.engine.distributed import (
     check_same,
@@ -101,7 +100,6 @@ def read_data(
     tokenizer: Tokenizer,
     run: OpenRun[StageConfig],
     *,
-    phase: int,
     kind: DataKind,
     name: str,
     media: MediaReader | None = None,
@@ -110,10 +108,8 @@ def read_data(
 
     Whether they are fit to train on is for the caller to check.
     """
-    seed = run.config.run.seed
-    prepared = local_rank_first(
-        lambda: prepare_data(data, tokenizer, seed=seed, phase=phase, kind=kind, media=media)
-    )
+    how: dict[str, Any] = {"seed": run.config.run.seed, "phase": run.config.phase, "kind": kind}
+    prepared = local_rank_first(lambda: prepare_data(data, tokenizer, media=media, **how))
     speaks = local_rank() == 0  # processes of one host read the same files
     check_same(
         lambda: {
@@ -137,8 +133,6 @@ def read_training_data(
     tokenizer: Tokenizer,
     run: OpenRun[StageConfig],
     *,
-    phase: int,
-    kind: DataKind,
     base: str,
 ) -> Prepared:
     """The rows that a run trains on, as the model at ``base`` reads them; call on every rank.
@@ -146,8 +140,8 @@ def read_training_data(
     Raises:
         ValueError: if rows cannot be read, or there is nothing to learn from them.
     """
-    media = media_reader(run.config, tokenizer, base)
-    prepared = read_data(data, tokenizer, run, phase=phase, kind=kind, name="data", media=media)
+    media, kind = media_reader(run.config, tokenizer, base), run.config.kind
+    prepared = read_data(data, tokenizer, run, kind=kind, name="data", media=media)
     if run.config.optim.num_train_epochs > 0:
         prepared.audit.check()
     return prepared

@@ -1,27 +1,23 @@
-"""Validation of the supervised stages: the checks of steps 1, 2 and DPO, in their order."""
+"""Checks of what stages have in common: the models of their roles, data, processes and output.
+
+As in :mod:`dschat_lora.runtime.checks`, a check returns the config with something resolved, or
+None. A stage lists its own among these, in the order in which a user reads what is wrong.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.options import command_line, flatten
-from dschat_lora.config.stages import (
-    LOSSES_OF_OPTION,
-    SIMPO_BETA,
-    DpoConfig,
-    DpoStageConfig,
-    SupervisedConfig,
-)
+from dschat_lora.config.options import with_values
+from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
-from dschat_lora.data.media import media_reader
-from dschat_lora.data.rows import DataKind, check_some_prompt_fits, check_sources
 from dschat_lora.data.sources import find_source
 from dschat_lora.data.templates import read_chat_template
-from dschat_lora.engine.ds_config import reconcile
+from dschat_lora.engine.ds_config import stated_values
 from dschat_lora.models.option_checks import (
     check_divided_rows,
     check_processes,
@@ -30,99 +26,199 @@ from dschat_lora.models.option_checks import (
     position_limit,
 )
 from dschat_lora.models.source import ModelSource, find_model, trained_rope
-from dschat_lora.report.terminal import say_once
 from dschat_lora.runtime.checks import (
     Check,
     apply_checks,
     check_adapter_files,
-    check_bundled_data_fits,
     check_compile,
     check_divided,
     check_lora_options,
     check_task,
     continued_lora,
+    find_of_kind,
     model_fields,
-    model_name,
-    note_without_effect,
     recomputing,
     resolve_stage,
     settled_base_bits,
-    with_bundled,
 )
-from dschat_lora.runtime.directory import (
-    check_file_can_be_made,
-    check_output_dir,
-    check_source_is_kept,
-)
+from dschat_lora.runtime.directory import check_file_can_be_made, check_source_is_kept
 from dschat_lora.runtime.resume import launched_processes
 
+StageT = TypeVar("StageT", bound=StageConfig)
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
+SourcesT_co = TypeVar("SourcesT_co", bound="Sources", covariant=True)
 
-# Rows of the bundled data are short; longer packed rows would leave few optimizer steps.
-BUNDLED_SEQ_LEN = 128
+
+class Sources(Protocol):
+    """Where the models of a run come from."""
+
+    @property
+    def by_role(self) -> Mapping[str, ModelSource]:
+        """Those that options name, by role."""
+
+    def of(self, role: str) -> ModelSource:
+        """What the model of a role starts from, which may be that of another."""
 
 
 @dataclass(frozen=True)
-class StageRules:
-    """Requirements of a stage on its options."""
+class Inputs(Generic[SourcesT_co]):
+    """Inputs of the checks besides the config: the models found, and the data as typed."""
 
-    name: str  # as in its default output directory
-    kind: DataKind = "samples"
-    tasks: tuple[str, ...] = ("CAUSAL_LM",)  # kinds of model whose adapters it continues
-    checks: tuple[Check[Any, ModelSource], ...] = ()  # its own, which come first
+    sources: SourcesT_co
+    asked: tuple[str, ...]
 
 
-SFT = StageRules("sft")
-REWARD = StageRules("reward", "pairs", ("CAUSAL_LM", "SEQ_CLS"))
-DPO = StageRules("dpo", "pairs")
-
-
-def check_supervised(config: ConfigT, *, rules: StageRules = SFT) -> ConfigT:
-    """The config of step 1, 2 or DPO with paths, bundled defaults and the DeepSpeed JSON applied.
-
-    Where a run is resumed, see :func:`dschat_lora.runtime.checks.resolve_stage`.
+def check_stage(
+    config: StageT,
+    checks: Iterable[Check[StageT, Inputs[SourcesT_co]]],
+    *,
+    stage: str,
+    find_sources: Callable[[StageT], SourcesT_co],
+) -> StageT:
+    """The config of a stage after its checks; see :func:`resolve_stage` of one that is resumed.
 
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
 
-    def check(config: ConfigT) -> ConfigT:
-        # In this order: the first that fails is what a user reads.
-        source = find_model(config.model.model_name_or_path)
-        config = apply_checks(config, source, rules.checks)
-        asked = config.data.data_path
-        check_adapter_files(source)
-        check_task(source, rules.tasks)
-        config = with_bundled_data(config)
-        config = with_adapter_and_base(config, source)
-        if isinstance(config, DpoStageConfig):
-            config = replace(config, dpo=checked_dpo(config))
-        rope = config.model.rope_scaling
-        length = fitting_length(config.data.max_seq_len, source, config.given, rope_scaling=rope)
-        config = replace(config, data=replace(config.data, max_seq_len=length))
-        check_budget(config)
-        bundled = config.data.data_path != asked
-        if bundled:
-            check_bundled_data_fits(source, stage=rules.name)
-        config = through_addons(config, "before_data")
-        check_data(config, rules, source)
-        config = through_addons(with_recomputation(with_deepspeed_json(config)), "check")
-        check_output_dir(config, None)
-        check_source_is_kept(config.run, source)
-        announce(config, source, bundled=bundled)
-        return config
+    def check(config: StageT) -> StageT:
+        sources = find_sources(config)
+        config = through_addons(config, "with_data")  # rows that one makes
+        return apply_checks(config, Inputs(sources, config.data.data_path), checks)
 
-    return resolve_stage(config, check, stage=rules.name)
+    return resolve_stage(config, check, stage=stage)
 
 
-def check_reward(config: ConfigT) -> ConfigT:
-    """:func:`check_supervised` of step 2."""
-    return check_supervised(config, rules=REWARD)
+def with_continued_adapters(config: StageT, inputs: Inputs[Sources]) -> StageT:
+    """With the settings of the adapters that are continued; refuses options that contradict."""
+    for name, role in config.roles.items():
+        with config.naming_options_of(name):
+            given = role.given(config.given)
+            lora = continued_lora(role.lora, inputs.sources.of(name), given)
+        values = {role.prefix + option: value for option, value in vars(lora).items()}
+        config = with_values(config, values)
+    return config
 
 
-def check_dpo(config: ConfigT) -> ConfigT:
-    """:func:`check_supervised` of DPO."""
-    return check_supervised(config, rules=DPO)
+def with_base_bits(config: StageT, inputs: Inputs[Sources]) -> StageT:
+    """With the bits of the bases, where those of all roles are the same."""
+    of_roles = set()
+    for name, role in config.trained.items():
+        with config.naming_options_of(name):
+            bits = settled_base_bits(
+                config.load.base_bits,
+                inputs.sources.of(name),
+                role.lora,
+                trains=config.optim.num_train_epochs > 0,
+                tensor_parallel_size=config.parallel.tensor_parallel_size,
+            )
+        of_roles.add(bits)
+    return with_values(config, {"base_bits": bits}) if len(of_roles) == 1 else config
+
+
+def check_parallel(config: StageConfig, inputs: Inputs[Sources]) -> None:
+    """Refuse models that the processes cannot divide, or cannot train once they are divided."""
+    check_processes(config.parallel, launched_processes())
+    for name, role in config.trained.items():
+        with config.naming_options_of(name):
+            check_training(config.load, role.lora, config.parallel.tensor_parallel_size)
+    for name, source in inputs.sources.by_role.items():
+        with config.naming_options_of(name):
+            check_divided(source, config.parallel)
+
+
+def with_deepspeed_json(config: StageT, inputs: object = None) -> StageT:
+    """With what ``--deepspeed_config`` says where no option was given; not compiled at ZeRO 3."""
+    values = stated_values(
+        config.load,
+        config.batch,
+        config.optim,
+        config.parallel,
+        micro_batch_size=config.micro_batch,
+        counts_rows=config.micro_batch in config.rows["rows_per_step"],
+        given=config.given,
+        world_size=launched_processes(),
+    )
+    stages = {name: role.zero_stage for name, role in config.roles.items()}
+    for name, role in config.roles.items():
+        if stages[name] is None:
+            stages[name] = values[f"{role.prefix}zero_stage"] = values["zero_stage"]
+    check_compile(config.load, *stages.values())
+    return with_values(config, values)
+
+
+def with_recomputation(config: StageT, inputs: object = None) -> StageT:
+    """With blocks recomputed whose inputs are to be on the host."""
+    typed = {
+        f"{role.prefix}gradient_checkpointing": role.model.gradient_checkpointing
+        for role in config.trained.values()
+    }
+    return with_values(config, recomputing(config.parallel, typed))
+
+
+def check_sources_are_kept(config: StageConfig, inputs: Inputs[Sources]) -> None:
+    """Refuse to overwrite a directory that a model comes from."""
+    for name, source in inputs.sources.by_role.items():
+        with config.naming_options_of(name):
+            check_source_is_kept(config.run, source)
+
+
+def addons_before_data(config: StageT, inputs: object) -> StageT:
+    """With what add-ons settle before data is looked at."""
+    return through_addons(config, "before_data")
+
+
+def addons_at_last(config: StageT, inputs: object) -> StageT:
+    """With what add-ons settle once the rest is."""
+    return through_addons(config, "check")
+
+
+@dataclass(frozen=True)
+class OneSource:
+    """Where the model of a supervised stage comes from."""
+
+    source: ModelSource
+
+    @property
+    def by_role(self) -> dict[str, ModelSource]:
+        """It alone."""
+        return {"model": self.source}
+
+    def of(self, role: str) -> ModelSource:
+        return self.source
+
+
+OneInput = Inputs[OneSource]
+
+
+def find_one(config: SupervisedConfig) -> OneSource:
+    """The model of the options, of a kind that the stage continues."""
+    name = config.model.model_name_or_path
+    return OneSource(find_of_kind(name, config.starts_from, option="--model_name_or_path"))
+
+
+def check_lora(config: SupervisedConfig, inputs: OneInput) -> None:
+    """Refuse options of adapters that contradict each other, or where none trains."""
+    check_lora_options(config.lora, config.given)
+
+
+def with_trained_rope(config: ConfigT, inputs: OneInput) -> ConfigT:
+    """With the rotation that the adapter was trained on; refuses rows divided over another."""
+    source = inputs.sources.source
+    rope = trained_rope(config.model.rope_scaling, source)
+    config = replace(config, model=replace(config.model, rope_scaling=rope))
+    check_divided_rows(config.model, model_fields(source), config.parallel.context_parallel_size)
+    return config
+
+
+# What the model's files settle: the adapter that goes on, the bits and the rotation of the base.
+MODEL_CHECKS: tuple[Check[Any, OneInput], ...] = (
+    with_continued_adapters,
+    check_lora,
+    with_base_bits,
+    with_trained_rope,
+    check_parallel,
+)
 
 
 def check_reading(config: ReadingConfig, tasks: tuple[str, ...]) -> ModelSource:
@@ -146,68 +242,6 @@ def check_generate(config: GenerateConfig) -> None:
     through_addons(config, "check")
     if config.output_path is not None:
         check_file_can_be_made(config.output_path, "output_path")
-
-
-def with_bundled_data(config: ConfigT) -> ConfigT:
-    """With the bundled rows where the user names none that the stage uses."""
-    data = config.data
-    if "sft_only_data_path" in config.when:
-        data = replace(data, sft_only_data_path=())
-    if not (data.data_path or data.sft_only_data_path):
-        data = with_bundled(data, config.given, max_seq_len=BUNDLED_SEQ_LEN)
-    return replace(config, data=data)
-
-
-def with_adapter_and_base(config: ConfigT, source: ModelSource) -> ConfigT:
-    """With what the model's files settle: the adapter that goes on, and the bits of the base.
-
-    Raises:
-        ValueError: if options contradict them or each other, or --tensor_parallel_size does not
-            fit processes, training or the model.
-    """
-    lora = continued_lora(config.lora, source, config.given)
-    check_lora_options(lora, config.given)
-    size = config.parallel.tensor_parallel_size
-    bits = settled_base_bits(
-        config.model.base_bits,
-        source,
-        lora,
-        trains=config.optim.num_train_epochs > 0,
-        tensor_parallel_size=size,
-    )
-    rope = trained_rope(config.model.rope_scaling, source)
-    model = replace(config.model, base_bits=bits, rope_scaling=rope)
-    config = replace(config, lora=lora, model=model)
-    check_processes(config.parallel, launched_processes())
-    check_training(config.model, lora, size)
-    check_divided(source, config.parallel)
-    check_divided_rows(config.model, model_fields(source), config.parallel.context_parallel_size)
-    return config
-
-
-def checked_dpo(config: DpoStageConfig) -> DpoConfig:
-    """The options of the loss, with the published beta of SimPO where none is given.
-
-    Raises:
-        ValueError: at an option that the loss has no use for, or if the reference would have to be
-            a second model.
-    """
-    values, dpo = flatten(config), config.dpo
-    for name, losses in LOSSES_OF_OPTION.items():
-        is_off = values[name] == 0 and not isinstance(values[name], bool)
-        if name in config.given and dpo.loss_type not in losses and not is_off:
-            typed = " ".join(command_line({name: values[name]}))
-            allowed = " or ".join([", ".join(losses[:-1])] * (len(losses) > 1) + [losses[-1]])
-            raise ValueError(f"{typed} is for --loss_type {allowed}, not {dpo.loss_type}")
-    adapter_alone = config.lora.lora_dim > 0 and config.lora.only_optimize_lora
-    if not (dpo.precompute_ref_log_probs or adapter_alone):
-        raise ValueError(
-            "--no-precompute_ref_log_probs looks through the starting adapter on the frozen base; "
-            "with base weights that train use --precompute_ref_log_probs"
-        )
-    if dpo.loss_type == "simpo" and "beta" not in config.given:
-        return replace(dpo, beta=SIMPO_BETA)
-    return dpo
 
 
 def fitting_length(
@@ -236,60 +270,3 @@ def fitting_length(
             f"--max_seq_len is {length}, but the model has {limit} positions{more * rotates}"
         )
     return min(length, limit)
-
-
-def check_budget(config: SupervisedConfig) -> None:
-    """Refuse micro-batches of so many tokens that are of so many rows too, or hold no row."""
-    tokens, rows = config.batch.tokens_per_device, config.batch.per_device_train_batch_size
-    if tokens and "per_device_train_batch_size" in config.given:
-        raise ValueError(
-            f"--tokens_per_device {tokens} and --per_device_train_batch_size {rows} both say what "
-            "a micro-batch holds; give one"
-        )
-    longest, length = config.max_row_tokens, config.data.max_seq_len
-    if tokens and tokens < longest:
-        both = ", twice that for a pair" if longest > length else ""
-        raise ValueError(
-            f"--tokens_per_device {tokens} is less than a row may take with --max_seq_len "
-            f"{length}{both}; give {longest} or more, or lower --max_seq_len"
-        )
-
-
-def check_data(config: SupervisedConfig, rules: StageRules, source: ModelSource) -> None:
-    """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
-    if config.model.chat_template is not None:
-        read_chat_template(config.model.chat_template)
-    unpaired = isinstance(config, DpoStageConfig) and config.dpo.is_unpaired
-    kind = "unpaired" if unpaired else rules.kind
-    check_sources(config.data, kind, media_reader(config, None, source.base))
-    if config.optim.num_train_epochs > 0:
-        check_some_prompt_fits(config.data, source.tokenizer)
-
-
-def with_deepspeed_json(config: ConfigT) -> ConfigT:
-    """With what ``--deepspeed_config`` says where no option was given; not compiled at ZeRO 3."""
-    model, batch, optim, parallel = reconcile(
-        config.model,
-        config.batch,
-        config.optim,
-        config.parallel,
-        given=config.given,
-        world_size=launched_processes(),
-    )
-    check_compile(config.model, parallel.zero_stage)
-    return replace(config, model=model, batch=batch, optim=optim, parallel=parallel)
-
-
-def with_recomputation(config: ConfigT) -> ConfigT:
-    """With blocks recomputed whose inputs are to be on the host."""
-    name = "gradient_checkpointing"
-    switch = recomputing(config.parallel, {name: config.model.gradient_checkpointing})[name]
-    return replace(config, model=replace(config.model, gradient_checkpointing=switch))
-
-
-def announce(config: SupervisedConfig, source: ModelSource, *, bundled: bool) -> None:
-    """Log model and data in the first line, and a note on each option that changes nothing."""
-    paths = "the bundled data" if bundled else " ".join(config.data.data_path)
-    more = " ".join(config.data.sft_only_data_path)
-    say_once(f"model: {model_name(source)}; data: {paths} {more}".rstrip())
-    note_without_effect(config)

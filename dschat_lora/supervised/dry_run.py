@@ -27,7 +27,7 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
     if config.data.tail is not None:
         tail: Tail = config.data.tail
         run.log.say(f"  steps        {config.optim.max_steps:,}, of {tail.about}")
-        say_sample(run, config.data, setup.tokenizer, setup.kind)
+        say_sample(run, config.data, setup.tokenizer)
         say_options(run)
         return
     collate, packing = collator(int(setup.tokenizer.pad_token_id)), config.data.packing
@@ -62,5 +62,5 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
         )
     else:
         run.log.say("  time         unknown, or nothing is trained")
-    say_sample(run, config.data, setup.tokenizer, setup.kind)
+    say_sample(run, config.data, setup.tokenizer)
     say_options(run)

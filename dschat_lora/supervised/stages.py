@@ -18,7 +18,6 @@ from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import OpenRun, open_run
-from dschat_lora.runtime.validation import check_dpo, check_reward, check_supervised
 from dschat_lora.supervised.batching import make_pair_layout, make_sample_layout, resolve_head
 from dschat_lora.supervised.dpo_reference import make_reference
 from dschat_lora.supervised.objectives import SUPERVISED, AnswerLoss
@@ -29,11 +28,12 @@ from dschat_lora.supervised.pair_objectives import (
 )
 from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
 from dschat_lora.supervised.train import make_answers, train
+from dschat_lora.supervised.validation import check_supervised
 
 
 def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 1, supervised fine-tuning; gives its directory, None for a dry run."""
-    with open_run(config, name="sft", check=check_supervised, caller=caller) as run:
+    with open_run(config, name=config.stage, check=check_supervised, caller=caller) as run:
         train_sft(run)  # a function of its own: its engine must not outlive the run
     return run.directory
 
@@ -41,7 +41,7 @@ def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
 def train_sft(run: OpenRun[SupervisedConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     check_balancing(find_model(run.config.model.model_name_or_path), run.config.model)
-    setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
+    setup = set_up(run)
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 
@@ -60,21 +60,21 @@ def train_sft(run: OpenRun[SupervisedConfig]) -> None:
 
 def run_reward(config: RewardStageConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 2, a reward model from pairs of answers; as :func:`run_sft`."""
-    with open_run(config, name="reward", check=check_reward, caller=caller) as run:
+    with open_run(config, name=config.stage, check=check_supervised, caller=caller) as run:
         train_reward(run)
     return run.directory
 
 
 def run_dpo(config: DpoStageConfig, caller: Caller = NOBODY) -> Path | None:
     """Direct preference optimisation, and the losses related to it; as :func:`run_sft`."""
-    with open_run(config, name="dpo", check=check_dpo, caller=caller) as run:
+    with open_run(config, name=config.stage, check=check_supervised, caller=caller) as run:
         train_dpo(run)
     return run.directory
 
 
 def train_reward(run: OpenRun[RewardStageConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
-    setup = set_up(run, phase=2, kind="pairs", task="SEQ_CLS")
+    setup = set_up(run)
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 
@@ -113,7 +113,7 @@ def planned_collator(pairs: PairConfig) -> Callable[[int], PairCollator]:
 def train_dpo(run: OpenRun[DpoStageConfig]) -> None:
     """Train, evaluate and save; call on every rank."""
     loss = loss_of_type(run.config)
-    setup = set_up(run, phase=2, kind=loss.kind, task="CAUSAL_LM")
+    setup = set_up(run)
     if run.directory is None:
         from dschat_lora.supervised.dry_run import show_plan
 

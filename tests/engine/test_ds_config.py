@@ -5,12 +5,13 @@ import json
 import pytest
 
 from dschat_lora.config.groups import BatchConfig, ModelConfig, OptimConfig, ParallelConfig
+from dschat_lora.config.options import with_values
 from dschat_lora.engine.ds_config import (
     default_zero,
     engine_config,
     loss_scaling,
     read_deepspeed_json,
-    reconcile,
+    stated_values,
 )
 from helpers.runs import engine_settings
 from helpers.step1 import ROOT
@@ -44,7 +45,8 @@ def settle(tmp_path):
                 own["deepspeed_config"] = str(path)
             parts.append(kind(**own))
         given = frozenset(options) | {"deepspeed_config"}
-        return reconcile(*parts, given=given, world_size=world_size)
+        values = stated_values(*parts, given=given, world_size=world_size)
+        return [with_values(part, values) for part in parts]
 
     return call
 
@@ -166,7 +168,7 @@ def test_equal_values_are_no_contradiction(settle):
 
 def test_without_file_and_option_stage_is_zero():
     parts = (ModelConfig(), BatchConfig(), OptimConfig(), ParallelConfig())
-    assert reconcile(*parts, given=frozenset(), world_size=1)[3].zero_stage == 0
+    assert stated_values(*parts, given=frozenset(), world_size=1)["zero_stage"] == 0
     assert read_deepspeed_json(None) == {}
 
 

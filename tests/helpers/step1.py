@@ -19,7 +19,7 @@ from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.report.rollout_file import FILE, members
 from dschat_lora.runtime.resume import options_to_keep
 from dschat_lora.runtime.stage_main import run_main
-from dschat_lora.runtime.validation import check_supervised
+from dschat_lora.supervised.validation import check_supervised
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
 from dschat_lora.runtime import memory
 from dschat_lora.runtime.resume import check_identity, settle
-from dschat_lora.runtime.validation import DPO, REWARD, SFT, check_supervised
+from dschat_lora.supervised.validation import check_supervised
 from helpers.step1 import checked, parsed, write_checkpoint
 
 
@@ -34,12 +34,12 @@ def test_deepspeed_is_told_of_one_row_a_micro_batch():
 
 
 @pytest.mark.parametrize(
-    ("config", "rules", "longest"),
-    [(SupervisedConfig, SFT, 128), (RewardStageConfig, REWARD, 256), (DpoStageConfig, DPO, 256)],
+    ("config", "longest"),
+    [(SupervisedConfig, 128), (RewardStageConfig, 256), (DpoStageConfig, 256)],
 )
-def test_a_micro_batch_that_holds_the_longest_row_is_taken(config, rules, longest):
+def test_a_micro_batch_that_holds_the_longest_row_is_taken(config, longest):
     argv = ["--tokens_per_device", str(longest), "--max_seq_len", "128"]
-    assert check_supervised(parse_config(config, argv), rules=rules)
+    assert check_supervised(parse_config(config, argv))
 
 
 @pytest.mark.parametrize("field", ["train_micro_batch_size_per_gpu", "train_batch_size"])

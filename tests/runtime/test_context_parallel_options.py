@@ -8,7 +8,7 @@ from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig
 from dschat_lora.models.option_checks import check_divided_rows
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.validation import DPO, REWARD, check_supervised
+from dschat_lora.supervised.validation import check_supervised
 from helpers.step1 import checked, write_jsonl
 
 TWO = ("--context_parallel_size", "2")
@@ -29,10 +29,10 @@ def test_rotation_by_the_longest_row_is_refused(nested):
         check_divided_rows(ModelConfig(), fields, 2)
 
 
-@pytest.mark.parametrize(("config", "rules"), [(RewardStageConfig, REWARD), (DpoStageConfig, DPO)])
-def test_rows_of_pairs_are_divided_too(config, rules):
+@pytest.mark.parametrize("config", [RewardStageConfig, DpoStageConfig])
+def test_rows_of_pairs_are_divided_too(config):
     given = parse_config(config, ["--data_path", "row.jsonl", *TWO])
-    assert check_supervised(given, rules=rules).parallel.shares(6) == 3
+    assert check_supervised(given).parallel.shares(6) == 3
 
 
 def test_step_3_takes_rows_whole():

@@ -4,19 +4,19 @@ import pytest
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig
-from dschat_lora.rl.loop.validation import with_recomputation as of_roles
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.runtime.validation import with_recomputation as of_one
+from dschat_lora.runtime.validation import with_recomputation
 
 ACTOR, CRITIC = "actor_gradient_checkpointing", "critic_gradient_checkpointing"
 
 
 def one(line):
-    return of_one(parse_config(DpoStageConfig, line.split())).model.gradient_checkpointing
+    config = with_recomputation(parse_config(DpoStageConfig, line.split()))
+    return config.model.gradient_checkpointing
 
 
 def roles(line):
-    config = of_roles(parse_config(RlhfConfig, line.split()), None)
+    config = with_recomputation(parse_config(RlhfConfig, line.split()))
     return config.actor.gradient_checkpointing, config.critic.gradient_checkpointing
 
 

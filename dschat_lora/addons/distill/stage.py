@@ -15,6 +15,7 @@ from dschat_lora.rl.options.config import RlhfConfig
 class DistillConfig(RlhfConfig):
     """Options of step 3 for on-policy distillation; the actor is the student."""
 
+    stage: ClassVar[str] = "distill"
     everyday: ClassVar[Sequence[str]] = (
         *("actor_model_name_or_path", "teacher_model_name_or_path", "data_path", "actor_lora_dim"),
         *("actor_learning_rate", "distill_loss", "teacher_system_prompt", "on_policy_share"),
@@ -36,7 +37,3 @@ class DistillConfig(RlhfConfig):
         super().__post_init__()
         algorithm = self.ppo.algorithm
         require(algorithm == "distill", "algorithm", algorithm, "distill, or the verb rlhf")
-
-    @property
-    def stage(self) -> str:
-        return "distill"

@@ -305,6 +305,7 @@ class NlgConfig(SupervisedConfig):
         "work_dir": "output_dir",
     }
 
+    stage: ClassVar[str] = "nlg"
     lora: LoraConfig = group(LoraConfig, lora_dim=4)
     data: DataConfig = group(DataConfig, packing=False, eos_after_prompt=True)
     batch: BatchConfig = group(

@@ -38,7 +38,7 @@ def run_training(config: NlgConfig) -> None:
 
 def _train(run: OpenRun[NlgConfig]) -> None:
     run = with_weights(run)
-    setup = set_up(run, phase=1, kind="samples", task="CAUSAL_LM")
+    setup = set_up(run)
     optim = in_optimizer_steps(run.config).optim
     setup = replace(setup, config=replace(setup.config, optim=optim))
     directory = run.directory

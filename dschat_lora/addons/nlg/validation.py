@@ -28,7 +28,8 @@ from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.checks import Check, check_task, model_fields, require_packages
 from dschat_lora.runtime.directory import check_can_be_made, check_file_can_be_made
-from dschat_lora.runtime.validation import StageRules, check_supervised
+from dschat_lora.runtime.validation import OneInput
+from dschat_lora.supervised.validation import check_supervised
 
 _METRICS = ("sacrebleu", "nltk")  # packages
 _TARGETS = {"target_modules", "lora_module_name"}
@@ -106,9 +107,9 @@ def _named_model(name: str | None, init_checkpoint: str | None, card: str | None
     return init_checkpoint
 
 
-def with_query_and_value(config: NlgConfig, source: ModelSource) -> NlgConfig:
+def with_query_and_value(config: NlgConfig, inputs: OneInput) -> NlgConfig:
     """With new adapters on queries and values, packed in GPT-2 with keys, unless options differ."""
-    lora, given = config.lora, config.given
+    lora, given, source = config.lora, config.given, inputs.sources.source
     if source.adapter is not None or lora.lora_dim == 0:
         return config
     packed = model_fields(source).get("model_type", "gpt2") == "gpt2" or "enable_lora" in given
@@ -119,7 +120,7 @@ def with_query_and_value(config: NlgConfig, source: ModelSource) -> NlgConfig:
     return replace(config, lora=lora)
 
 
-def check_cycle(config: NlgConfig, source: ModelSource) -> None:
+def check_cycle(config: NlgConfig, inputs: OneInput) -> None:
     """Refuse other options of length and rate with ``--lr_scheduler_type cycle``."""
     optim = config.optim
     if optim.lr_scheduler_type != "cycle":
@@ -137,13 +138,14 @@ def check_cycle(config: NlgConfig, source: ModelSource) -> None:
             )
 
 
-def check_epochs(config: NlgConfig, source: ModelSource) -> None:
+def check_epochs(config: NlgConfig, inputs: OneInput) -> None:
     """Refuse to keep every epoch's factors where there are none."""
-    if config.save_epochs and config.lora.lora_dim == 0 and source.adapter is None:
+    adapter = inputs.sources.source.adapter
+    if config.save_epochs and config.lora.lora_dim == 0 and adapter is None:
         raise ValueError("--save_epochs keeps LoRA factors, and --lora_dim 0 has none")
 
 
-def check_seeds(config: NlgConfig, source: ModelSource) -> None:
+def check_seeds(config: NlgConfig, inputs: OneInput) -> None:
     """Refuse several runs in the processes of one, and to go on with several."""
     if config.seeds == 1:
         return
@@ -152,12 +154,12 @@ def check_seeds(config: NlgConfig, source: ModelSource) -> None:
         raise ValueError("--seeds trains anew; go on with one of its runs by its own --output_dir")
 
 
-def check_length(config: NlgConfig, source: ModelSource) -> None:
+def check_length(config: NlgConfig, inputs: OneInput) -> None:
     """Refuse a run of less than one optimizer step."""
     in_optimizer_steps(config)
 
 
-def check_accumulation(config: NlgConfig, source: ModelSource) -> None:
+def check_accumulation(config: NlgConfig, inputs: OneInput) -> None:
     """Refuse to resume at another accumulation with a schedule that counts micro-batches."""
     if not config.checkpoint or not config.optim.scheduler_counts_micro_steps:
         return
@@ -185,7 +187,7 @@ def in_optimizer_steps(config: NlgConfig) -> NlgConfig:
     return replace(config, optim=replace(optim, max_steps=steps // micro))
 
 
-NLG_CHECKS: tuple[Check[NlgConfig, ModelSource], ...] = (
+NLG_CHECKS: tuple[Check[NlgConfig, OneInput], ...] = (
     check_cycle,
     check_length,
     check_epochs,
@@ -193,12 +195,11 @@ NLG_CHECKS: tuple[Check[NlgConfig, ModelSource], ...] = (
     check_accumulation,
     with_query_and_value,
 )
-_RULES = StageRules("nlg", checks=NLG_CHECKS)
 
 
 def check_training(config: NlgConfig) -> NlgConfig:
     """The config with the original's options as ours, checked as any supervised stage."""
-    return check_supervised(with_our_options(config), rules=_RULES)
+    return check_supervised(with_our_options(config), first=NLG_CHECKS)
 
 
 def schedule(config: NlgConfig) -> Callable[[int], Callable[[int], float]]:

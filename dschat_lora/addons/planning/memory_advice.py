@@ -24,7 +24,8 @@ from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.memory import MemoryEstimate
 from dschat_lora.perf.shape import describe
 from dschat_lora.runtime.graphs import takes_graphs
-from dschat_lora.runtime.memory import GIB, peak_here, trained_model
+from dschat_lora.runtime.memory import GIB, TrainedModel, peak_here
+from dschat_lora.runtime.roles import OneRole, trained_models
 
 Change = Mapping[str, object]  # option -> its new value
 Estimator = Callable[..., MemoryEstimate]  # with the arguments of TrainedModel.estimate
@@ -87,7 +88,7 @@ def advise(
     settings: EngineSettings,
 ) -> str:
     """:func:`out_of_memory_advice` of a supervised stage, on a device with so many bytes."""
-    now, lora_dim = trained_model(adapted, config, settings), adapted.lora.lora_dim
+    now, lora_dim = trained_model(adapted, config), adapted.lora.lora_dim
     advice = out_of_memory_advice(
         make_estimator(adapted, config, settings),
         MemoryOptions(
@@ -116,6 +117,11 @@ def advise(
     return advice
 
 
+def trained_model(adapted: AdaptedModel, config: SupervisedConfig) -> TrainedModel:
+    """The one model of a supervised stage as it trains."""
+    return trained_models(config, OneRole(adapted))["model"]
+
+
 def make_estimator(
     adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
 ) -> Estimator | None:
@@ -124,7 +130,7 @@ def make_estimator(
         describe(adapted.model)
     except ValueError:
         return None
-    return trained_model(adapted, config, settings).estimate
+    return trained_model(adapted, config).estimate
 
 
 def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:

@@ -12,10 +12,9 @@ from dschat_lora.addons.planning.cards import Card
 from dschat_lora.addons.planning.published import as_planned
 from dschat_lora.algos.segments import causal_pairs
 from dschat_lora.config.groups import LoadConfig, is_on
-from dschat_lora.config.options import flatten
+from dschat_lora.config.options import flatten, with_values
 from dschat_lora.config.stages import (
     DpoStageConfig,
-    RewardStageConfig,
     StageConfig,
     SupervisedConfig,
 )
@@ -24,7 +23,7 @@ from dschat_lora.engine.distributed import data_world_size
 from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.layers import value_shape
 from dschat_lora.lora.names import is_inside
-from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward_model
+from dschat_lora.models.build import build_causal_lm, build_reward_model
 from dschat_lora.models.composite import TextModel, unbuildable_left_out, whole_config
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import find_model
@@ -40,17 +39,17 @@ from dschat_lora.perf.memory import parameter_bytes
 from dschat_lora.perf.shape import describe
 from dschat_lora.perf.throughput import Flops, StepCounts, forward_flops, step_flops
 from dschat_lora.rl.learn.experience import count_deferred
-from dschat_lora.rl.learn.roles import Roles, build_roles, role_settings
-from dschat_lora.rl.loop.memory import memory_plan, trained_models
+from dschat_lora.rl.learn.roles import Roles, build_roles
+from dschat_lora.rl.loop.memory import memory_plan
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources, find_sources
 from dschat_lora.rl.response.batch import Minibatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.graphs import with_graphs
-from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory, trained_model
-from dschat_lora.runtime.micro_batches import with_values
-from dschat_lora.runtime.setup import engine_settings, trained_elements
+from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory
+from dschat_lora.runtime.roles import OneRole, engines_of, trained_models
+from dschat_lora.runtime.setup import trained_elements
 
 # Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was
 # measured on an H200 and an H100 lies about it on both sides.
@@ -175,7 +174,7 @@ class StagePlan:
     """A stage as its checks resolved it, with its models on the meta device."""
 
     config: Any  # of the stage that its models are for
-    models: AdaptedModel | Roles
+    models: OneRole | Roles
     # What is loaded beside text models for rows that are about more, by its name: bytes.
     beside: Mapping[str, int] = field(default_factory=dict)
     # by config, of these models
@@ -189,30 +188,17 @@ class StagePlan:
     def load(self) -> LoadConfig:
         """How its models are loaded, and which kernels they have."""
         config: Config = self.config
-        return config.load if isinstance(config, RlhfConfig) else config.model
+        return config.load
 
     @property
     def trained(self) -> dict[str, TrainedModel]:
         """The models that train, by role."""
-        if isinstance(self.models, Roles):
-            return trained_models(self.config, self.models, self.settings)
-        settings = self.settings["model"]
-        return {"model": trained_model(self.models, self.config, settings)}
+        return trained_models(self.config, self.models)
 
     @property
     def settings(self) -> dict[str, EngineSettings]:
         """How the engine of each trained role is built."""
-        config = self.config
-        if isinstance(config, RlhfConfig):
-            return role_settings(config)
-        return {
-            "model": engine_settings(
-                config,
-                dtype=config.model.dtype,
-                zero_stage=config.parallel.zero_stage,
-                micro_batch_size=config.batch.per_device_train_batch_size,
-            )
-        }
+        return engines_of(self.config, self.models)
 
     @property
     def phases(self) -> dict[str, int]:
@@ -229,8 +215,7 @@ class StagePlan:
     @property
     def left_out(self) -> tuple[str, int] | None:
         """Names and bytes of what composite models have beside text, if it is not loaded."""
-        models = self.models.models.values() if isinstance(self.models, Roles) else [self.models]
-        for each in models:
+        for each in self.models.models.values():
             if isinstance(model := each.model, TextModel) and not model.rest:
                 parts, count = model.place.left_out, 0
                 with torch.device("meta"), unbuildable_left_out():
@@ -243,12 +228,9 @@ class StagePlan:
     @property
     def roles(self) -> dict[str, RoleMemory]:
         """Bytes on one device by role; raises as :attr:`memory_plan` does."""
-        models = (
-            {"model": self.models} if isinstance(self.models, AdaptedModel) else self.models.models
-        )
         seen: set[int] = set()
         roles, trained, settings = {}, self.trained, self.settings
-        for name, each in models.items():
+        for name, each in self.models.models.items():
             roles[name] = _role_memory(name, each.model, seen, trained, settings)
             seen |= {id(p) for p in each.model.parameters()}
         return roles | {name: RoleMemory(size, 0) for name, size in self.beside.items()}
@@ -258,7 +240,7 @@ class StagePlan:
         """The plan of the run's memory; a ValueError says what of its models is not understood."""
         if self.config not in self.known:
             if isinstance(self.models, Roles):
-                plan = memory_plan(self.config, self.models, self.settings)
+                plan = memory_plan(self.config, self.models)
             else:
                 plan = plan_memory(list(self.trained.values()))
             if plan is None:
@@ -272,10 +254,8 @@ class StagePlan:
     def parameters(self) -> tuple[int, int]:
         """(all, trained) numbers, each shared one once."""
         models = self.models
-        whole = models.whole() if isinstance(models, Roles) else models.model
-        trained = models.trained.values() if isinstance(models, Roles) else [models]
-        total = sum((value_shape(p) or p.shape).numel() for p in whole.parameters())
-        return total, sum(trained_elements(each.model) for each in trained)
+        total = sum((value_shape(p) or p.shape).numel() for p in models.whole().parameters())
+        return total, sum(trained_elements(each.model) for each in models.trained.values())
 
     @property
     def time(self) -> StepTime:
@@ -310,7 +290,7 @@ def build_plan(config: Any, home: Path) -> StagePlan:
         sources = Sources(planned["actor"], planned.get("critic"), planned.get(other), other)
         roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=True, group=group)
         return StagePlan(config, roles)
-    build = build_reward_model if isinstance(config, RewardStageConfig) else build_causal_lm
+    build = build_reward_model if config.task == "SEQ_CLS" else build_causal_lm
     model = build(
         as_planned(find_model(config.model.model_name_or_path), home),
         tokenizer,
@@ -321,16 +301,13 @@ def build_plan(config: Any, home: Path) -> StagePlan:
         meta=True,
         group=group,
     )
-    return StagePlan(config, model)
+    return StagePlan(config, OneRole(model))
 
 
 def recomputing_options(config: Config) -> tuple[str, ...]:
     """Options of recomputation; the critic's first, which costs less as a rule."""
-    if not isinstance(config, RlhfConfig):
-        return ("gradient_checkpointing",)
-    return tuple(f"{role}_gradient_checkpointing" for role in ("critic", "actor"))[
-        not config.has_critic :
-    ]
+    prefixes = (role.prefix for role in reversed([*config.trained.values()]))
+    return tuple(f"{prefix}gradient_checkpointing" for prefix in prefixes)
 
 
 def with_recomputation(plan: StagePlan, options: Sequence[str]) -> StagePlan:
@@ -377,7 +354,7 @@ def _iteration_time(
     count = batch.responses
     prompt, answer = (0,) * data.max_prompt_seq_len, (0,) * data.max_answer_seq_len
     responses = [Response(prompt, answer, ended=True, group=0)] * count
-    checkpointed = {n: is_on(getattr(config, n).gradient_checkpointing) for n in roles.trained}
+    checkpointed = {n: is_on(r.model.gradient_checkpointing) for n, r in config.trained.items()}
     counter = FlopCounter(
         roles.models,
         checkpointed=checkpointed,

@@ -26,7 +26,7 @@ from dschat_lora.addons.planning.plan import (
 from dschat_lora.addons.planning.published import published_name, with_placeholders
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.bundled import BUNDLED_DATA
-from dschat_lora.config.options import command_line, flatten, option_names
+from dschat_lora.config.options import command_line, flatten, option_names, with_values
 from dschat_lora.config.stages import DpoStageConfig
 from dschat_lora.data.audit import STAGES as AUDITED
 from dschat_lora.data.audit import DataAudit
@@ -41,7 +41,7 @@ from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.memory import UNKNOWN_PEAK
-from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches, with_values
+from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches
 from dschat_lora.runtime.setup import prepare_data
 
 # Of no consequence for memory; what they name need not be there.

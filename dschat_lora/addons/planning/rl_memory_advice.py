@@ -107,7 +107,7 @@ def _remedies(config: RlhfConfig, *, keeps_cache: bool, records: bool) -> list[R
     smaller = smaller_micro_batches(config, longest=config.data.max_seq_len)
     fewer = range(batch.rows_decoded - 1, 0, -1)
     decoded = [{"max_num_seqs": n} for n in fewer if n % batch.num_generations == 0]
-    adapted = all(each.lora_dim > 0 for each in config.trained.values())
+    adapted = all(each.lora.lora_dim > 0 for each in config.trained.values())
     frozen = adapted and config.classic.only_optimize_lora
     whole = (config.parallel.zero_stage or 0) < 3
     table: list[tuple[bool, str, Sequence[Change]]] = [

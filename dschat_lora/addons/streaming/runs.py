@@ -92,12 +92,12 @@ def make_loader(setup: SupervisedSetup, layout: BatchLayout) -> StreamLoader:
         f"packed as a whole; steps of up to {step_rows} rows"
     )
     return StreamLoader(
-        SharedStream(setup, data, setup.data, phase=setup.phase, kind=setup.kind),
+        SharedStream(setup, data, setup.data, phase=setup.config.phase, kind=setup.config.kind),
         pack=pack,
         steps=config.optim.max_steps,
         taken=step_rows if budget is None else budget.groups_per_step,
         names=sources_in_metrics(data, setup.data),
-        kind=setup.kind,
+        kind=setup.config.kind,
         say=say,
         **options,
     )

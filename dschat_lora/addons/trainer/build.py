@@ -60,9 +60,9 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, check_target
 from dschat_lora.models.causal_lm import CausalLMLogprobs
 from dschat_lora.models.fingerprint import base_fingerprint
 from dschat_lora.models.loading import PreTrainedModel, Tokenizer, load_tokenizer, share_parameters
-from dschat_lora.models.source import ModelSource, find_model
+from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.draw.own_engine import whole_weights_fit
-from dschat_lora.runtime.checks import check_adapter_files, check_task
+from dschat_lora.runtime.checks import apply_checks
 from dschat_lora.runtime.setup import (
     check_same_models,
     engine_settings,
@@ -72,7 +72,9 @@ from dschat_lora.runtime.setup import (
 )
 from dschat_lora.runtime.stage_main import hush_libraries
 from dschat_lora.runtime.validation import (
-    with_adapter_and_base,
+    MODEL_CHECKS,
+    Inputs,
+    find_one,
     with_deepspeed_json,
     with_recomputation,
 )
@@ -124,11 +126,9 @@ def check_options(model: object, values: Mapping[str, Any]) -> tuple[TrainerConf
     config = build_config(TrainerConfig, options_in_python(TrainerConfig, values))
     path = model_value(model)
     config = replace(config, model=replace(config.model, model_name_or_path=path))
-    source = find_model(path)
-    check_adapter_files(source)
-    check_task(source, ("CAUSAL_LM",))
-    config = with_adapter_and_base(config, source)
-    return with_recomputation(with_deepspeed_json(config)), source
+    sources = find_one(config)
+    checks = (*MODEL_CHECKS, with_deepspeed_json, with_recomputation)
+    return apply_checks(config, Inputs(sources, ()), checks), sources.source
 
 
 @dataclass(eq=False)

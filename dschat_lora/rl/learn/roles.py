@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +19,7 @@ from dschat_lora.models.build import (
     attach_media,
     build_causal_lm,
     build_reward_model,
-    check_targets,
 )
-from dschat_lora.models.composite import Task
 from dschat_lora.models.loading import (
     PreTrainedModel,
     Tokenizer,
@@ -31,9 +30,9 @@ from dschat_lora.models.loading import (
 from dschat_lora.models.reward_model import load_reward_model, zero_head_
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import Sources, shares_base
-from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
-from dschat_lora.runtime.setup import engine_settings, shard_model
+from dschat_lora.rl.options.inputs import Sources
+from dschat_lora.rl.options.role_config import option_errors_for
+from dschat_lora.runtime.setup import shard_model
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,14 @@ class Roles:
         if media is not None:
             media.attach(self.rollout, sources.actor.base)
 
+    @cached_property
+    def shares_base(self) -> bool:
+        """Whether actor and critic train on the same base weights."""
+        if self.critic is None:
+            return False
+        actor = {id(p) for p in self.actor.model.parameters()}
+        return any(id(p) in actor for p in self.critic.model.parameters())
+
     def whole(self) -> nn.Module:
         """All of them as one module, whose ``parameters()`` gives shared tensors once."""
         return nn.ModuleList([*(m.model for m in self.models.values()), self.rollout])
@@ -95,36 +102,6 @@ class Models:
             shard_model(scorers, settings["critic"])
         # Such as the rotary tables of the rollout's modules.
         roles.whole().to(device())
-
-
-def role_settings(config: RlhfConfig) -> dict[str, EngineSettings]:
-    """How the engine of each trained role is built, on this machine."""
-    shares_weights = config.has_critic and shares_base(config)
-    return {
-        name: engine_settings(
-            config,
-            dtype=config.load.dtype,
-            zero_stage=role.zero_stage,
-            micro_batch_size=config.batch.per_device_training_batch_size,
-            shares_weights=shares_weights,
-        )
-        for name, role in config.trained.items()
-    }
-
-
-def check_layers(config: RlhfConfig, sources: Sources, group: TensorGroup | None) -> None:
-    """Try each role's choice of layers on the empty shape of its model."""
-    tasks: dict[str, Task] = {"actor": "CAUSAL_LM", "critic": "SEQ_CLS"}
-    for role, options in config.trained.items():
-        with option_errors_for(role):
-            check_targets(
-                sources.by_role.get(role, sources.actor),
-                options.model(config.load),
-                options.lora(config.classic.only_optimize_lora),
-                tasks[role],
-                expert_learning_rate=options.expert_learning_rate,
-                group=group,
-            )
 
 
 def build_roles(
@@ -185,8 +162,8 @@ class _Builder:
 
     def is_frozen(self, role: str) -> bool:
         """Whether the base of a role never changes."""
-        options: RoleConfig = getattr(self.config, role)
-        return options.lora_dim > 0 and self.config.classic.only_optimize_lora
+        lora = self.config.roles[role].lora
+        return lora.lora_dim > 0 and lora.only_optimize_lora
 
     def base_of(self, source: ModelSource, *, bits: int | None = None) -> tuple[object, ...]:
         """What models that can share a base agree in; ``bits`` are those asked for."""
@@ -197,8 +174,8 @@ class _Builder:
         self, source: ModelSource, *, scores: bool = False, seeded: bool = False
     ) -> PreTrainedModel:
         """A frozen base, of actor or critic; ``seeded``: its head is a new one."""
-        own: RoleConfig = self.config.critic if scores else self.config.actor
-        options = as_trained(own.model(self.config.load), source)
+        own = self.config.roles["critic" if scores else "actor"]
+        options = as_trained(own.model, source)
         seed: dict[str, Any] = {"seed": self.config.run.seed if seeded else None} if scores else {}
         load = load_reward_model if scores else load_causal_lm
         fields = load_config(source.base, options)
@@ -215,11 +192,11 @@ class _Builder:
         **how: bool,
     ) -> AdaptedModel:
         """The actor or, with ``scores``, the critic, or a frozen model in such a role."""
-        own: RoleConfig = self.config.critic if scores else self.config.actor
-        lora = own.lora(self.config.classic.only_optimize_lora) if trained else LoraConfig()
+        own = self.config.roles["critic" if scores else "actor"]
+        lora = own.lora if trained else LoraConfig()
         more: dict[str, Any] = {**how, **self.how, "base": base, "seed": self.config.run.seed}
         build = build_reward_model if scores else build_causal_lm
-        return build(source, self.tokenizer, options or own.model(self.config.load), lora, **more)
+        return build(source, self.tokenizer, options or own.model, lora, **more)
 
 
 def frozen(adapted: AdaptedModel) -> AdaptedModel:

@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from dschat_lora.config.groups import is_on
-from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size, device, device_type, max_over_ranks
 from dschat_lora.generation.batch_state import COLUMN_BUCKET, ROW_BUCKETS
 from dschat_lora.generation.slots import READ_ROWS, READ_TOKENS
@@ -21,7 +20,8 @@ from dschat_lora.rl.learn.roles import Models, Roles
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.graphs import plan_graphs
-from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, offloads_inputs, plan_memory
+from dschat_lora.runtime.memory import GIB, MemoryPlan, plan_memory
+from dschat_lora.runtime.roles import trained_models
 
 # Of a logit while a token is drawn: fp32, its probability, the sum up to it in fp64, and twice as
 # it is taken for log-probabilities.
@@ -43,9 +43,8 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> tuple[RlhfCo
 
     Devices have so many ``free`` bytes. Call on every rank.
     """
-    roles, settings, counter = models.roles, models.settings, None
-    trained = trained_models(config, roles, settings)
-    plan = memory_plan(config, roles, settings)
+    roles, counter = models.roles, None
+    plan, trained = memory_plan(config, roles), trained_models(config, roles)
     plan, recorded = plan_graphs(plan, trained, config.load, free=free)
     plan, unpacked = unpacking_for_rollouts(plan, roles, free=free)
     config, plan = decoding_by_memory(config, plan, roles.actor.model, free=free)
@@ -53,14 +52,15 @@ def plan_costs(config: RlhfConfig, models: Models, *, free: int) -> tuple[RlhfCo
         counter = FlopCounter(
             roles.models,
             checkpointed={
-                name: is_on(getattr(config, name).gradient_checkpointing) for name in roles.trained
+                name: is_on(role.model.gradient_checkpointing)
+                for name, role in config.trained.items()
             },
             num_generations=config.batch.num_generations,
             batch_size=config.batch.rows_decoded,
             decodes_here=config.batch.engine.decodes_actor,
-            compares=_logit_bytes(config) is not None,
+            compares=config.logit_bytes("actor") is not None,
         )
-    kept = keeping_cache(plan, config, settings, free=free)
+    kept = keeping_cache(plan, config, free=free)
     return config, Costs(kept, unpacked, counter, recorded)
 
 
@@ -164,14 +164,9 @@ def rollout_words(config: RlhfConfig, plan: MemoryPlan | None, model: PreTrained
     )
 
 
-def memory_plan(
-    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings]
-) -> MemoryPlan | None:
-    """The plan of roles that are not yet sharded; ``settings`` are those of the trained ones.
-
-    None for architectures that are not understood.
-    """
-    sharded = settings["actor"].zero_stage == 3 and data_world_size() > 1
+def memory_plan(config: RlhfConfig, roles: Roles) -> MemoryPlan | None:
+    """The plan of roles that are not sharded yet; None for one that is not understood."""
+    sharded = config.actor.zero_stage == 3 and data_world_size() > 1
     trained = [p for p in roles.actor.model.parameters() if p.requires_grad]
     try:
         cache = cache_bytes(config, roles.actor.model)
@@ -180,7 +175,7 @@ def memory_plan(
     layers = [m.weight for m in roles.actor.model.modules() if isinstance(m, LoraLinear)]
     adapted = parameter_bytes(w for w in layers if not is_quantized(w)) + value_bytes(layers)
     return plan_memory(
-        list(trained_models(config, roles, settings).values()),
+        list(trained_models(config, roles).values()),
         models=[each.model for each in roles.models.values()],
         averaged=4 * sum(p.numel() for p in trained) if config.classic.enable_ema else 0,
         # At ZeRO 3 the weights are whole for as long as responses are generated.
@@ -189,29 +184,6 @@ def memory_plan(
         + largest_unpacked(roles.actor.model.parameters())
         + (parameter_bytes(roles.rollout.parameters()) if sharded else 0),
     )
-
-
-def trained_models(
-    config: RlhfConfig, roles: Roles, settings: dict[str, EngineSettings]
-) -> dict[str, TrainedModel]:
-    """The roles that train, by name, with the micro-batches that each trains on."""
-    return {
-        name: TrainedModel(
-            each.model,
-            settings[name],
-            rows=config.batch.per_device_training_batch_size,
-            length=config.data.max_seq_len,
-            recomputes=is_on(getattr(config, name).gradient_checkpointing),
-            tokens=config.batch.tokens_per_device,
-            offloads=offloads_inputs(config),
-            logit_bytes=_logit_bytes(config) if name == "actor" else None,
-        )
-        for name, each in roles.trained.items()
-    }
-
-
-def _logit_bytes(config: RlhfConfig) -> int | None:
-    return None if config.reference is None else config.reference.logit_bytes(config)
 
 
 def unpacking_for_rollouts(
@@ -229,9 +201,7 @@ def unpacking_for_rollouts(
     return (whole if fits else plan), fits
 
 
-def keeping_cache(
-    plan: MemoryPlan | None, config: RlhfConfig, settings: dict[str, EngineSettings], *, free: int
-) -> MemoryPlan | None:
+def keeping_cache(plan: MemoryPlan | None, config: RlhfConfig, *, free: int) -> MemoryPlan | None:
     """The plan with the decoding cache kept during updates, where a GPU has room for both.
 
     At ZeRO 3 the weights move, and nothing that refers to them can be kept.
@@ -239,7 +209,7 @@ def keeping_cache(
     if plan is None or device().type != "cuda" or config.classic.release_inference_cache:
         return plan
     kept = replace(plan, keeps_cache=True)
-    fits = kept.peak <= USABLE * free and settings["actor"].zero_stage < 3
+    fits = kept.peak <= USABLE * free and (config.actor.zero_stage or 0) < 3
     return kept if fits else plan
 
 

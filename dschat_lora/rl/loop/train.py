@@ -112,7 +112,7 @@ def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
     config, run = setup.config, setup.run
     _announce(config, schedule, run.log.say)
     run.log.say("  time         as long as responses get: the first iteration tells")
-    say_sample(run, config.data.data, setup.tokenizer, "prompts")
+    say_sample(run, config.data.data, setup.tokenizer)
     say_options(run)
 
 

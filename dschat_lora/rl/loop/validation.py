@@ -2,17 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.groups import BatchConfig
 from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
-from dschat_lora.engine.ds_config import reconcile
-from dschat_lora.models.option_checks import check_processes, check_training, position_limit
-from dschat_lora.models.source import ModelSource
+from dschat_lora.models.option_checks import position_limit
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.algorithms import Correction
 from dschat_lora.rl.options.config import RlhfConfig, check_weights
@@ -26,23 +22,27 @@ from dschat_lora.rl.options.inputs import (
     text_data,
 )
 from dschat_lora.rl.options.names import check_scorer, gives_one_reward
-from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.runtime.checks import (
     Check,
-    apply_checks,
     check_bundled_data_fits,
-    check_compile,
-    check_divided,
     check_lora_options,
-    continued_lora,
     model_fields,
-    recomputing,
-    resolve_stage,
-    settled_base_bits,
     with_bundled,
 )
-from dschat_lora.runtime.directory import check_output_dir, check_source_is_kept
+from dschat_lora.runtime.directory import check_output_dir
 from dschat_lora.runtime.resume import launched_processes
+from dschat_lora.runtime.validation import (
+    addons_at_last,
+    addons_before_data,
+    check_parallel,
+    check_sources_are_kept,
+    check_stage,
+    with_base_bits,
+    with_continued_adapters,
+    with_deepspeed_json,
+    with_recomputation,
+)
 
 BUNDLED_LENGTHS = {"max_prompt_seq_len": 64, "max_answer_seq_len": 48}
 BUNDLED_REWARD = "dschat_lora.world:reward"
@@ -58,13 +58,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-
-    def check(config: RlhfConfig) -> RlhfConfig:
-        sources = find_sources(config)
-        config = through_addons(config, "with_data")  # rows that one makes
-        return apply_checks(config, RlhfInputs(sources, config.data.data_path), RLHF_CHECKS)
-
-    return resolve_stage(config, check, stage=config.stage)
+    return check_stage(config, RLHF_CHECKS, stage=config.stage, find_sources=find_sources)
 
 
 def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -112,39 +106,29 @@ def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConf
     return replace(config, rewards=rewards)
 
 
-def with_continued_lora(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With the adapters that are continued; without a reward model the critic's is the actor's."""
-    sources, is_typed = inputs.sources, "critic_lora_dim" in config.given
-    actor = _with_adapter(config, "actor", sources.actor)
-    if sources.critic is None and sources.actor.adapter is None and not is_typed:
-        critic = replace(config.critic, lora_dim=config.actor.lora_dim)
-    else:
-        critic = _with_adapter(config, "critic", sources.critic or sources.actor)
-    return replace(config, actor=actor, critic=critic)
+def with_rank_of_critic(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+    """With the actor's rank for a critic that starts from the actor, unless one is typed."""
+    starts_anew = inputs.sources.critic is None and inputs.sources.actor.adapter is None
+    if not starts_anew or "critic_lora_dim" in config.given:
+        return config
+    return replace(config, critic=replace(config.critic, lora_dim=config.actor.lora_dim))
 
 
 def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse options of experts of a role that adapts none."""
-    for role, options in config.trained.items():
-        given = {name for name in _given_to(config, role) if name.startswith("expert_")}
-        with option_errors_for(role):
-            lora = options.lora(config.classic.only_optimize_lora)
-            check_lora_options(lora, frozenset(given))
+    for name, role in config.trained.items():
+        own = {each for each in role.given(config.given) if each.startswith("expert_")}
+        with option_errors_for(name):
+            check_lora_options(role.lora, frozenset(own))
 
 
-def _given_to(config: RlhfConfig, role: str) -> frozenset[str]:
-    """Options of the role that were typed, without its name."""
-    return frozenset(n.removeprefix(f"{role}_") for n in config.given if n.startswith(f"{role}_"))
-
-
-def _with_adapter(config: RlhfConfig, role: str, source: ModelSource) -> RoleConfig:
-    """The role's options with those of the adapter that it continues."""
-    options: RoleConfig = getattr(config, role)
-    with option_errors_for(role):
-        lora = options.lora(config.classic.only_optimize_lora)
-        lora = continued_lora(lora, source, _given_to(config, role))
-    names = ("lora_dim", "lora_alpha", "use_rslora", "expert_lora_dim", "expert_lora_alpha")
-    return replace(options, **{name: getattr(lora, name) for name in names})
+def check_context_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
+    """Refuse to divide rows."""
+    if config.parallel.context_parallel_size > 1:
+        raise ValueError(
+            f"--context_parallel_size {config.parallel.context_parallel_size} divides the rows of "
+            "steps 1 and 2; step 3 takes them whole: leave it out"
+        )
 
 
 def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -173,40 +157,6 @@ def fit_lengths(config: RlhfConfig, limits: Iterable[int | None]) -> RlhfConfig:
     return replace(config, data=data)
 
 
-def with_base_bits(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With the bits of the bases, where those of all roles are the same."""
-    of_roles = set()
-    for role, options in config.trained.items():
-        with option_errors_for(role):
-            bits = settled_base_bits(
-                config.load.base_bits,
-                inputs.sources.by_role.get(role, inputs.sources.actor),
-                options.lora(config.classic.only_optimize_lora),
-                trains=config.optim.num_train_epochs > 0,
-                tensor_parallel_size=config.parallel.tensor_parallel_size,
-            )
-        of_roles.add(bits)
-    load = replace(config.load, base_bits=bits) if len(of_roles) == 1 else config.load
-    return replace(config, load=load)
-
-
-def check_tensor_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse models that the processes cannot divide, or cannot train once they are divided."""
-    size, only_adapters = config.parallel.tensor_parallel_size, config.classic.only_optimize_lora
-    if config.parallel.context_parallel_size > 1:
-        raise ValueError(
-            f"--context_parallel_size {config.parallel.context_parallel_size} divides the rows of "
-            "steps 1 and 2; step 3 takes them whole: leave it out"
-        )
-    check_processes(config.parallel, launched_processes())
-    for role, options in config.trained.items():
-        with option_errors_for(role):
-            check_training(config.load, options.lora(only_adapters), size)
-    for role, source in inputs.sources.by_role.items():
-        with option_errors_for(role):
-            check_divided(source, config.parallel)
-
-
 def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
     """Refuse to compare one response to a prompt with itself."""
     algorithm, k = config.ppo.algorithm, config.batch.num_generations
@@ -233,33 +183,6 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
         except ValueError as error:
             words = str(error).replace("--data_path", "--unsupervised_dataset_name")
             raise ValueError(words) from error
-
-
-def with_deepspeed_json(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With what ``--deepspeed_config`` says where no option was given."""
-    names = {"per_device_training_batch_size": "per_device_train_batch_size"}
-    load, batch, optim, parallel = reconcile(
-        config.load,
-        BatchConfig(
-            per_device_train_batch_size=config.batch.per_device_training_batch_size,
-            gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-        ),
-        config.optim,
-        config.parallel,
-        given=frozenset(names.get(name, name) for name in config.given),
-        world_size=launched_processes(),
-    )
-    own = replace(
-        config.batch,
-        per_device_training_batch_size=batch.per_device_train_batch_size,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
-    )
-    actor, critic = (
-        replace(role, zero_stage=parallel.zero_stage or 0) if role.zero_stage is None else role
-        for role in (config.actor, config.critic)
-    )
-    config = replace(config, actor=actor, critic=critic, batch=own)
-    return replace(config, load=load, optim=optim, parallel=parallel)
 
 
 def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -313,32 +236,13 @@ def check_iterations(config: RlhfConfig, inputs: RlhfInputs) -> None:
 
 
 def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse ZeRO 3 for one role of a shared base alone, or with ``--compile``."""
+    """Refuse ZeRO 3 for one role of a shared base alone."""
     actor, critic = config.actor.zero_stage, config.critic.zero_stage
-    if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config):
+    if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config, inputs.sources):
         raise ValueError(
             f"--actor_zero_stage {actor} and --critic_zero_stage {critic}: actor and critic share "
             "the weights of one base, which are sharded for both (3) or for neither"
         )
-    check_compile(config.load, actor, critic)
-
-
-def with_recomputation(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
-    """With blocks recomputed whose inputs are to be on the host."""
-    option, own = "gradient_checkpointing", config.trained
-    typed = {f"{n}_{option}": role.gradient_checkpointing for n, role in own.items()}
-    settled = recomputing(config.parallel, typed)
-    roles: dict[str, Any] = {
-        n: replace(role, gradient_checkpointing=settled[f"{n}_{option}"]) for n, role in own.items()
-    }
-    return replace(config, **roles)
-
-
-def check_sources_are_kept(config: RlhfConfig, inputs: RlhfInputs) -> None:
-    """Refuse to overwrite a directory that a model comes from."""
-    for role, source in inputs.sources.by_role.items():
-        with option_errors_for(role):
-            check_source_is_kept(config.run, source)
 
 
 def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
@@ -379,15 +283,17 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_bundled_prompts,
     lambda config, _: through_addons(config, "check_reference"),
     check_rewards,
-    with_continued_lora,
+    with_rank_of_critic,
+    with_continued_adapters,
     check_lora,
     with_fitting_lengths,
     with_overlong_punishment,
     with_base_bits,
-    check_tensor_parallel,
+    check_context_parallel,
+    check_parallel,
     check_num_generations,
     check_vocabularies,
-    lambda config, _: through_addons(config, "before_data"),
+    addons_before_data,
     check_data,
     with_deepspeed_json,
     with_default_responses,
@@ -397,7 +303,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_recomputation,
     check_output_dir,
     check_sources_are_kept,
-    lambda config, _: through_addons(config, "check"),
+    addons_at_last,
     with_rollout_engine,
     announce,
     note_options,

@@ -2,21 +2,35 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 from dschat_lora.config.addons import addon_options, groups_of, load, provided
 from dschat_lora.config.classic import ClassicConfig
-from dschat_lora.config.groups import LoadConfig, ScheduleConfig, require, require_numbers
+from dschat_lora.config.data import DataKind
+from dschat_lora.config.groups import (
+    LoadConfig,
+    ModelConfig,
+    ScheduleConfig,
+    require,
+    require_numbers,
+)
 from dschat_lora.config.options import ELSEWHERE, group, hidden, option
 from dschat_lora.config.prompts import PretrainingConfig, PromptConfig
+from dschat_lora.config.roles import Role
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.when import no_effect
 from dschat_lora.rl.options.algorithms import PpoConfig, by_algorithm, where_rewards_teach
 from dschat_lora.rl.options.engines import EngineFacts, check_engine, engine_facts, engines_help
 from dschat_lora.rl.options.names import check_name, gives_one_reward
-from dschat_lora.rl.options.role_config import CriticConfig, ReferenceOptions, RoleConfig
+from dschat_lora.rl.options.role_config import (
+    CriticConfig,
+    ReferenceOptions,
+    RoleConfig,
+    option_errors_for,
+)
 
 GROUP_SIZE = 8  # responses to a prompt, of algorithms that compare them
 
@@ -263,6 +277,9 @@ class RlhfConfig(StageConfig):
         "eval_iters": ELSEWHERE,
         "print_loss": ELSEWHERE,
     }
+    stage: ClassVar[str] = "rlhf"
+    phase: ClassVar[int] = 3
+    micro_batch: ClassVar[str] = "per_device_training_batch_size"
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
     critic: RoleConfig = group(
         CriticConfig,
@@ -322,14 +339,28 @@ class RlhfConfig(StageConfig):
         }
 
     @property
-    def stage(self) -> str:
-        """The name of the stage: of its runs, its directory and its command."""
-        return "rlhf"
+    def kind(self) -> DataKind:
+        return "prompts"
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """Actor and critic."""
+        return {
+            own.role: Role(
+                f"{own.role}_",
+                own.task,
+                own.model(self.load),
+                own.lora(self.classic.only_optimize_lora),
+                own.optim(self.optim),
+                own.zero_stage,
+            )
+            for own in (self.actor, self.critic)
+        }
 
     @property
-    def trained(self) -> dict[str, RoleConfig]:
-        """Options of the roles that train, by name."""
-        return {"actor": self.actor} | ({"critic": self.critic} if self.has_critic else {})
+    def trained(self) -> dict[str, Role]:
+        """The actor and, where it estimates values, the critic."""
+        return {n: r for n, r in self.roles.items() if n == "actor" or self.has_critic}
 
     @cached_property
     def reference(self) -> ReferenceOptions | None:
@@ -339,11 +370,23 @@ class RlhfConfig(StageConfig):
         kind = load(provided("reference")[name])
         return next(own for own in vars(self.addons).values() if isinstance(own, kind))
 
-    def of_role(self, role: str) -> RoleConfig | ReferenceOptions:
-        """The options of a role: the actor, the critic or a reference by its own name."""
+    def model_of(self, role: str) -> ModelConfig:
+        """Options of loading the model of the actor, the critic, or a reference by its own name."""
         if (own := self.reference) is not None and role == own.role:
-            return own
-        return self.actor if role == "actor" else self.critic
+            return own.model(self.load)
+        return super().model_of(role)
+
+    @property
+    def rule_of_rates(self) -> tuple[str, float | None]:
+        return super().rule_of_rates if self.reference is None else self.reference.rates
+
+    def logit_bytes(self, role: str) -> int | None:
+        if role != "actor" or self.reference is None:
+            return None
+        return self.reference.logit_bytes(self)
+
+    def naming_options_of(self, role: str) -> AbstractContextManager[None]:
+        return option_errors_for(role)
 
     @property
     def is_scored(self) -> bool:

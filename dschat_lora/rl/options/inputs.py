@@ -10,6 +10,7 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.checks import find_of_kind, model_name, note_without_effect
+from dschat_lora.runtime.validation import Inputs
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,12 @@ class Sources:
         roles = {"actor": self.actor, "critic": self.critic, self.reference_role: self.reference}
         return {role: source for role, source in roles.items() if source is not None}
 
+    def of(self, role: str) -> ModelSource:
+        """The role's own, or the actor's."""
+        return self.by_role.get(role, self.actor)
 
-@dataclass(frozen=True)
-class RlhfInputs:
-    """Inputs of the checks besides the config: the models found, and the data as typed."""
 
-    sources: Sources
-    asked: tuple[str, ...]
+RlhfInputs = Inputs[Sources]
 
 
 def find_sources(config: RlhfConfig) -> Sources:
@@ -102,11 +102,10 @@ def text_data(config: RlhfConfig) -> DataConfig | None:
     )
 
 
-def shares_base(config: RlhfConfig) -> bool:
+def shares_base(config: RlhfConfig, sources: Sources) -> bool:
     """Whether actor and critic share the frozen weights of one base."""
     if not (config.classic.only_optimize_lora and config.actor.lora_dim and config.critic.lora_dim):
         return False
-    sources = find_sources(config)
     actor, critic = sources.actor, sources.critic
     if critic is None:
         return True

@@ -19,6 +19,7 @@ from dschat_lora.config.groups import (
     require_numbers,
 )
 from dschat_lora.config.options import accepted, hidden, option
+from dschat_lora.config.roles import Task
 from dschat_lora.config.when import no_effect
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def _base_rate_note(value: Callable[[str], Any]) -> str:
 class RoleConfig:
     """A model that trains: the actor or the critic."""
 
+    task: ClassVar[Task] = "CAUSAL_LM"
     role: str = hidden("actor")
     model_name_or_path: str | None = option(
         None, help="the model that answers: output of SFT, model directory or hub name"
@@ -108,7 +110,8 @@ class RoleConfig:
 
     def model(self, load: LoadConfig) -> ModelConfig:
         """Options of loading its model, without dropout."""
-        return ModelConfig(**vars(load), model_name_or_path=self.model_name_or_path)
+        own = {n: getattr(self, n) for n in ("model_name_or_path", "gradient_checkpointing")}
+        return ModelConfig(**vars(load), **own)
 
     def optim(self, schedule: ScheduleConfig) -> OptimConfig:
         """Options of its optimizer."""
@@ -126,6 +129,7 @@ class RoleConfig:
 class CriticConfig(RoleConfig):
     """The critic, and the reward model."""
 
+    task: ClassVar[Task] = "SEQ_CLS"
     model_name_or_path: str | None = option(
         None,
         help="reward model (output of its training), which scores answers; the critic starts from "

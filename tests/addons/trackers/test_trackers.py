@@ -11,7 +11,7 @@ import dschat_lora as dl
 from dschat_lora.addons.trackers.options import TrackerOptions
 from dschat_lora.addons.trackers.trackers import RunTracker, TensorBoard
 from dschat_lora.report.log import RunLog
-from dschat_lora.runtime.validation import check_supervised
+from dschat_lora.supervised.validation import check_supervised
 from helpers.step1 import parsed
 
 TRAIN = {"loss": 1.5, "mfu": None, "skipped": False, "tokens": 12, "note": "x"}

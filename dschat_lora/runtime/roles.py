@@ -1,0 +1,247 @@
+"""The models of a run by role: layers, rates, engines, memory, and what a run says of them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
+
+from torch import nn
+
+from dschat_lora.config.groups import is_on
+from dschat_lora.config.options import with_values
+from dschat_lora.config.roles import Role
+from dschat_lora.config.stages import StageConfig
+from dschat_lora.engine.build import EngineSettings
+from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.rates import adapter_learning_rate, ruled_rates
+from dschat_lora.models.build import AdaptedModel, check_targets
+from dschat_lora.models.loading import attention_note, load_config
+from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.memory import rows_of
+from dschat_lora.runtime.graphs import launches_note
+from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, offloads_inputs, peak_here
+from dschat_lora.runtime.micro_batches import StepCosts, resolve_step
+from dschat_lora.runtime.run import OpenRun
+from dschat_lora.runtime.setup import (
+    engine_settings,
+    engine_words,
+    note_all_weights,
+    num_elements,
+    record_models,
+    say_coverage,
+    trained_elements,
+)
+from dschat_lora.runtime.validation import Sources
+
+StageT = TypeVar("StageT", bound=StageConfig)
+
+
+class Roles(Protocol):
+    """The models of a run."""
+
+    @property
+    def models(self) -> Mapping[str, AdaptedModel]:
+        """All of them, by role; those on one base share its parameters."""
+
+    @property
+    def trained(self) -> Mapping[str, AdaptedModel]:
+        """Those that train."""
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether those that train do so on the same base weights."""
+
+    def whole(self) -> nn.Module:
+        """All of them as one module, whose ``parameters()`` gives shared tensors once."""
+
+
+@dataclass(frozen=True)
+class OneRole:
+    """The one model of a supervised stage."""
+
+    adapted: AdaptedModel
+    shares_base: ClassVar[bool] = False
+
+    @property
+    def models(self) -> dict[str, AdaptedModel]:
+        return {"model": self.adapted}
+
+    @property
+    def trained(self) -> dict[str, AdaptedModel]:
+        return self.models
+
+    def whole(self) -> nn.Module:
+        return self.adapted.model
+
+
+def check_layers(config: StageConfig, sources: Sources, group: TensorGroup | None) -> None:
+    """Try each role's choice of layers on the empty shape of its model."""
+    for name, role in config.trained.items():
+        with config.naming_options_of(name):
+            check_targets(
+                sources.of(name),
+                role.model,
+                role.lora,
+                role.task,
+                expert_learning_rate=role.optim.expert_learning_rate,
+                group=group,
+            )
+
+
+def with_ruled_rates(config: StageT, sources: Sources, run: OpenRun[StageConfig]) -> StageT:
+    """With rates by published rules for roles whose ``learning_rate`` is auto; shown, recorded."""
+    ruled, (stage, factor) = dict[str, dict[str, object]](), config.rule_of_rates
+    for name, role in config.trained.items():
+        if role.optim.learning_rate != "auto":
+            continue
+        model = load_config(sources.of(name).base, role.model)
+        width = model.hidden_size
+        rates = ruled_rates(model.model_type, width, stage=stage, factor=factor, lora=role.lora)
+        typed = "lora_learning_rate" in role.given(config.given)
+        adapter = role.optim.lora_learning_rate if typed else rates.adapter
+        config = with_values(config, {f"{role.prefix}ruled": (rates.base, adapter)})
+        rate = rates.base
+        if role.lora.lora_dim:
+            rate = adapter_learning_rate(config.trained[name].optim)
+        option = f"--{role.prefix}learning_rate auto"
+        run.log.say(f"  rate         {rate:.3g} by {option}: {rates.reason}")
+        ruled[name] = rates._asdict()
+        run.record.update({"rates": ruled if role.prefix else ruled[name]})
+    return config
+
+
+def engines_of(config: StageConfig, roles: Roles | None = None) -> dict[str, EngineSettings]:
+    """How the engine of each role that trains is built, on this machine.
+
+    Of models that are not yet built it does not say whether they share weights.
+    """
+    return {
+        name: engine_settings(
+            config,
+            dtype=config.load.dtype,
+            zero_stage=role.zero_stage,
+            micro_batch_size=config.micro_batch_size,
+            shares_weights=roles is not None and roles.shares_base,
+        )
+        for name, role in config.trained.items()
+    }
+
+
+def trained_models(config: StageConfig, roles: Roles) -> dict[str, TrainedModel]:
+    """The models that train, by role, with the full micro-batches that each trains on."""
+    settings = engines_of(config, roles)
+    rows, tokens = config.micro_batch_size, config.batch.tokens_per_device
+    if config.micro_batch not in config.rows["rows_per_step"]:
+        rows = rows_of(tokens, config.max_row_tokens)[0]
+    return {
+        name: TrainedModel(
+            each.model,
+            settings[name],
+            rows=rows,
+            length=config.data.max_seq_len,
+            recomputes=is_on(config.trained[name].model.gradient_checkpointing),
+            tokens=tokens,
+            sequences=config.max_row_tokens // config.data.max_seq_len,
+            offloads=offloads_inputs(config),
+            logit_bytes=config.logit_bytes(name),
+            processes=config.parallel.context_parallel_size,
+        )
+        for name, each in roles.trained.items()
+    }
+
+
+def resolve_micro_batches(
+    run: OpenRun[StageConfig],
+    config: StageT,
+    roles: Roles,
+    *,
+    plan: Callable[[StageT], MemoryPlan | None],
+    free: int,
+) -> StageT:
+    """The config with micro-batches and each role's recomputation settled, as the models do.
+
+    A device has ``free`` bytes; the memory ``plan`` is that of a config. Call on every rank.
+    """
+
+    def need(config: StageT) -> int | None:
+        planned = plan(config)
+        return None if planned is None else planned.updating
+
+    first = next(iter(engines_of(config).values()))
+    costs = StepCosts[StageT](
+        need=need,
+        trained=lambda config: trained_models(config, roles).values(),
+        load=config.load,
+        peak=peak_here(first.torch_dtype),
+        budget=USABLE * free,
+    )
+    # The critic before the actor: it is the smaller one as a rule, and costs less to compute again.
+    models = {
+        f"{role.prefix}gradient_checkpointing": roles.trained[name].model
+        for name, role in reversed([*config.trained.items()])
+    }
+    return resolve_step(run, models, config, costs, free=free)
+
+
+def record_memory(run: OpenRun[StageConfig], plan: MemoryPlan | None) -> list[str]:
+    """Record the plan; what of it the log shows."""
+    if plan is None:
+        return []
+    run.record.update({"memory": plan.to_dict()})
+    return [plan.line()]
+
+
+def describe_roles(
+    run: OpenRun[StageConfig],
+    roles: Roles,
+    *,
+    warning: Callable[[str, int], str | None],
+    memory: Iterable[str],
+    recorded: Sequence[str],
+) -> None:
+    """Show and record what trains, on what, and the memory it takes; call on every rank.
+
+    ``warning`` is that of the rate of a role with a model of so many parameters; ``memory`` are
+    lines, and ``recorded`` the roles whose passes of training run as CUDA graphs.
+    """
+    config, log, settings = run.config, run.log, engines_of(run.config, roles)
+    first = next(iter(roles.trained))
+    total = num_elements(roles.whole().parameters())  # each shared one once
+    counts = {name: trained_elements(each.model) for name, each in roles.trained.items()}
+    trainable = sum(counts.values())
+    of_roles = {name: n for name, n in counts.items() if config.trained[name].prefix}
+    how = engine_words(settings[first], roles.models[first].model)
+    layers = roles.models[first].targets
+    if of_roles:
+        trained = ", ".join(f"{name} {count:,}" for name, count in of_roles.items())
+        words = f"{total:,} in memory for {' + '.join(roles.models)}; trained: {trained}"
+    else:
+        words = f"{total:,}, of which {trainable:,} train ({trainable / total:.2%})"
+        words += f"; {len(layers)} adapted layers"
+    log.say(f"  parameters   {words}; {how}")
+    notes = (attention_note(each.model, config.load) for each in roles.models.values())
+    for kind in sorted(set(filter(None, notes))):
+        log.say(f"  note         {kind}")
+    say_coverage(run, {n: each.model for n, each in roles.models.items()}, roles.trained)
+    for name, each in roles.trained.items():
+        _describe_trained(run, config.trained[name], each)
+        if doubt := warning(name, num_elements(each.model.parameters())):
+            log.say(f"  warning      {doubt}")
+    for line in memory:
+        log.say(f"  {line}")
+    for name, one in trained_models(config, roles).items():
+        note = launches_note(one, config.load, recorded=name in recorded)
+        if note is not None:
+            log.say(f"  note         {f'{name}: ' if name in of_roles else ''}{note}")
+    parameters = {"total": total, "trainable": trainable, **of_roles}
+    record_models(run, settings[first], parameters=parameters, layers=layers)
+
+
+def _describe_trained(run: OpenRun[StageConfig], role: Role, adapted: AdaptedModel) -> None:
+    if run.config.run.merge_adapter:
+        from dschat_lora.lora.merge import check_mergeable
+
+        check_mergeable(adapted.model)
+    for fact in adapted.facts():
+        run.log.say(f"  {fact}")
+    if role.lora.lora_dim == 0:
+        note_all_weights(run, f"{role.prefix}lora_dim")
