@@ -42,7 +42,7 @@ FLOORS = [
         "config": Room(
             libraries="yaml",
             light="addon_names addons bundled classic data files groups held options other_names"
-            " parser prompts staging stages values verb_names verbs when",
+            " parser roles prompts staging stages values verb_names verbs when",
         ),
     },
     {
@@ -124,6 +124,7 @@ FLOORS = [
         "supervised": Room(
             "algos config data engine generation lora models perf report runtime",
             "numpy torch",
+            light="validation",
         ),
     },
     {

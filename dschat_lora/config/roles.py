@@ -5,6 +5,7 @@ from typing import Literal
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig, OptimConfig
 
+MODEL = "model"  # the one role of a supervised stage
 # PEFT's names of a language model and of one that scores.
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
 

@@ -31,7 +31,7 @@ from dschat_lora.config.options import (
     hidden,
     option,
 )
-from dschat_lora.config.roles import Role, Task
+from dschat_lora.config.roles import MODEL, Role, Task
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class SupervisedConfig(StageConfig):
     def roles(self) -> Mapping[str, Role]:
         """The one model."""
         stage = self.parallel.zero_stage
-        return {"model": Role("", self.task, self.model, self.lora, self.optim, stage)}
+        return {MODEL: Role("", self.task, self.model, self.lora, self.optim, stage)}
 
     @property
     def rows(self) -> Mapping[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.options import with_values
-from dschat_lora.config.roles import Role
+from dschat_lora.config.roles import MODEL, Role
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.lora.collectives import TensorGroup
@@ -63,7 +63,7 @@ class OneRole:
 
     @property
     def models(self) -> dict[str, AdaptedModel]:
-        return {"model": self.adapted}
+        return {MODEL: self.adapted}
 
     @property
     def trained(self) -> dict[str, AdaptedModel]:

@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dschat_lora.config.addons import through_addons
 from dschat_lora.config.options import with_values
+from dschat_lora.config.roles import MODEL
 from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
@@ -46,34 +47,33 @@ from dschat_lora.runtime.resume import launched_processes
 
 StageT = TypeVar("StageT", bound=StageConfig)
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
-SourcesT_co = TypeVar("SourcesT_co", bound="Sources", covariant=True)
-
-
-class Sources(Protocol):
-    """Where the models of a run come from."""
-
-    @property
-    def by_role(self) -> Mapping[str, ModelSource]:
-        """Those that options name, by role."""
-
-    def of(self, role: str) -> ModelSource:
-        """What the model of a role starts from, which may be that of another."""
 
 
 @dataclass(frozen=True)
-class Inputs(Generic[SourcesT_co]):
+class Sources:
+    """Where the models of a run come from: those that options name, by role."""
+
+    by_role: Mapping[str, ModelSource]
+
+    def of(self, role: str) -> ModelSource:
+        """What a role starts from: its own or, as a critic may, that of the first."""
+        return self.by_role.get(role) or next(iter(self.by_role.values()))
+
+
+@dataclass(frozen=True)
+class Inputs:
     """Inputs of the checks besides the config: the models found, and the data as typed."""
 
-    sources: SourcesT_co
+    sources: Sources
     asked: tuple[str, ...]
 
 
 def check_stage(
     config: StageT,
-    checks: Iterable[Check[StageT, Inputs[SourcesT_co]]],
+    checks: Iterable[Check[StageT, Inputs]],
     *,
     stage: str,
-    find_sources: Callable[[StageT], SourcesT_co],
+    find_sources: Callable[[StageT], Sources],
 ) -> StageT:
     """The config of a stage after its checks; see :func:`resolve_stage` of one that is resumed.
 
@@ -89,7 +89,7 @@ def check_stage(
     return resolve_stage(config, check, stage=stage)
 
 
-def with_continued_adapters(config: StageT, inputs: Inputs[Sources]) -> StageT:
+def with_continued_adapters(config: StageT, inputs: Inputs) -> StageT:
     """With the settings of the adapters that are continued; refuses options that contradict."""
     for name, role in config.roles.items():
         with config.naming_options_of(name):
@@ -100,7 +100,7 @@ def with_continued_adapters(config: StageT, inputs: Inputs[Sources]) -> StageT:
     return config
 
 
-def with_base_bits(config: StageT, inputs: Inputs[Sources]) -> StageT:
+def with_base_bits(config: StageT, inputs: Inputs) -> StageT:
     """With the bits of the bases, where those of all roles are the same."""
     of_roles = set()
     for name, role in config.trained.items():
@@ -116,7 +116,7 @@ def with_base_bits(config: StageT, inputs: Inputs[Sources]) -> StageT:
     return with_values(config, {"base_bits": bits}) if len(of_roles) == 1 else config
 
 
-def check_parallel(config: StageConfig, inputs: Inputs[Sources]) -> None:
+def check_parallel(config: StageConfig, inputs: Inputs) -> None:
     """Refuse models that the processes cannot divide, or cannot train once they are divided."""
     check_processes(config.parallel, launched_processes())
     for name, role in config.trained.items():
@@ -156,55 +156,22 @@ def with_recomputation(config: StageT, inputs: object = None) -> StageT:
     return with_values(config, recomputing(config.parallel, typed))
 
 
-def check_sources_are_kept(config: StageConfig, inputs: Inputs[Sources]) -> None:
+def check_sources_are_kept(config: StageConfig, inputs: Inputs) -> None:
     """Refuse to overwrite a directory that a model comes from."""
     for name, source in inputs.sources.by_role.items():
         with config.naming_options_of(name):
             check_source_is_kept(config.run, source)
 
 
-def addons_before_data(config: StageT, inputs: object) -> StageT:
-    """With what add-ons settle before data is looked at."""
-    return through_addons(config, "before_data")
-
-
-def addons_at_last(config: StageT, inputs: object) -> StageT:
-    """With what add-ons settle once the rest is."""
-    return through_addons(config, "check")
-
-
-@dataclass(frozen=True)
-class OneSource:
-    """Where the model of a supervised stage comes from."""
-
-    source: ModelSource
-
-    @property
-    def by_role(self) -> dict[str, ModelSource]:
-        """It alone."""
-        return {"model": self.source}
-
-    def of(self, role: str) -> ModelSource:
-        return self.source
-
-
-OneInput = Inputs[OneSource]
-
-
-def find_one(config: SupervisedConfig) -> OneSource:
+def find_model_of(config: SupervisedConfig) -> Sources:
     """The model of the options, of a kind that the stage continues."""
     name = config.model.model_name_or_path
-    return OneSource(find_of_kind(name, config.starts_from, option="--model_name_or_path"))
+    return Sources({MODEL: find_of_kind(name, config.starts_from, option="--model_name_or_path")})
 
 
-def check_lora(config: SupervisedConfig, inputs: OneInput) -> None:
-    """Refuse options of adapters that contradict each other, or where none trains."""
-    check_lora_options(config.lora, config.given)
-
-
-def with_trained_rope(config: ConfigT, inputs: OneInput) -> ConfigT:
+def with_trained_rope(config: ConfigT, inputs: Inputs) -> ConfigT:
     """With the rotation that the adapter was trained on; refuses rows divided over another."""
-    source = inputs.sources.source
+    source = inputs.sources.of(MODEL)
     rope = trained_rope(config.model.rope_scaling, source)
     config = replace(config, model=replace(config.model, rope_scaling=rope))
     check_divided_rows(config.model, model_fields(source), config.parallel.context_parallel_size)
@@ -212,12 +179,12 @@ def with_trained_rope(config: ConfigT, inputs: OneInput) -> ConfigT:
 
 
 # What the model's files settle: the adapter that goes on, the bits and the rotation of the base.
-MODEL_CHECKS: tuple[Check[Any, OneInput], ...] = (
+MODEL_CHECKS: tuple[Check[Any, Inputs], ...] = (
     with_continued_adapters,
-    check_lora,
+    lambda config, _: check_lora_options(config.lora, config.given),
     with_base_bits,
-    with_trained_rope,
     check_parallel,
+    with_trained_rope,
 )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dschat_lora.config.addons import groups_of
+from dschat_lora.config.roles import MODEL
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.build import EngineSettings, TrainEngine
@@ -53,7 +54,7 @@ from dschat_lora.runtime.setup import (
     state_identity,
     tensor_group,
 )
-from dschat_lora.runtime.validation import OneSource, fitting_length
+from dschat_lora.runtime.validation import Sources, fitting_length
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
     for own in groups_of(config, "before_models"):
         own.before_models()
     source = find_model(config.model.model_name_or_path)
-    sources = OneSource(source)
+    sources = Sources({MODEL: source})
     check_same_models(sources.by_role)
     group = tensor_group(config.parallel)
     check_layers(config, sources, group)

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from dschat_lora.config.addons import through_addons
+from dschat_lora.config.roles import MODEL
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
@@ -19,12 +21,10 @@ from dschat_lora.runtime.checks import (
 from dschat_lora.runtime.directory import check_output_dir
 from dschat_lora.runtime.validation import (
     MODEL_CHECKS,
-    OneInput,
-    addons_at_last,
-    addons_before_data,
+    Inputs,
     check_sources_are_kept,
     check_stage,
-    find_one,
+    find_model_of,
     fitting_length,
     with_deepspeed_json,
     with_recomputation,
@@ -36,7 +36,7 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 BUNDLED_SEQ_LEN = 128
 
 
-def check_supervised(config: ConfigT, *, first: Iterable[Check[ConfigT, OneInput]] = ()) -> ConfigT:
+def check_supervised(config: ConfigT, *, first: Iterable[Check[ConfigT, Inputs]] = ()) -> ConfigT:
     """The config of step 1, 2 or DPO with paths, bundled defaults and the DeepSpeed JSON applied.
 
     ``first`` are a stage's own checks, before the others. Where a run is resumed, see
@@ -46,10 +46,10 @@ def check_supervised(config: ConfigT, *, first: Iterable[Check[ConfigT, OneInput
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
     checks = (*first, *SUPERVISED_CHECKS)
-    return check_stage(config, checks, stage=config.stage, find_sources=find_one)
+    return check_stage(config, checks, stage=config.stage, find_sources=find_model_of)
 
 
-def with_bundled_data(config: ConfigT, inputs: OneInput) -> ConfigT:
+def with_bundled_data(config: ConfigT, inputs: Inputs) -> ConfigT:
     """With the bundled rows where the user names none that the stage uses."""
     data = config.data
     if "sft_only_data_path" in config.when:
@@ -59,23 +59,18 @@ def with_bundled_data(config: ConfigT, inputs: OneInput) -> ConfigT:
     return replace(config, data=data)
 
 
-def settled(config: ConfigT, inputs: OneInput) -> ConfigT:
-    """With what the stage's own options settle among themselves."""
-    return config.settled()
-
-
-def with_fitting_length(config: ConfigT, inputs: OneInput) -> ConfigT:
+def with_fitting_length(config: ConfigT, inputs: Inputs) -> ConfigT:
     """With a length that the model has positions for; one that was typed and has not is refused."""
     length = fitting_length(
         config.data.max_seq_len,
-        inputs.sources.source,
+        inputs.sources.of(MODEL),
         config.given,
         rope_scaling=config.model.rope_scaling,
     )
     return replace(config, data=replace(config.data, max_seq_len=length))
 
 
-def check_budget(config: SupervisedConfig, inputs: OneInput) -> None:
+def check_budget(config: SupervisedConfig, inputs: Inputs) -> None:
     """Refuse micro-batches of so many tokens that are of so many rows too, or hold no row."""
     tokens, rows = config.batch.tokens_per_device, config.batch.per_device_train_batch_size
     if tokens and "per_device_train_batch_size" in config.given:
@@ -92,15 +87,15 @@ def check_budget(config: SupervisedConfig, inputs: OneInput) -> None:
         )
 
 
-def check_bundled_data(config: SupervisedConfig, inputs: OneInput) -> None:
+def check_bundled_data(config: SupervisedConfig, inputs: Inputs) -> None:
     """Refuse the bundled data for another model than the bundled one and what was made of it."""
     if config.data.data_path != inputs.asked:
-        check_bundled_data_fits(inputs.sources.source, stage=config.stage)
+        check_bundled_data_fits(inputs.sources.of(MODEL), stage=config.stage)
 
 
-def check_data(config: SupervisedConfig, inputs: OneInput) -> None:
+def check_data(config: SupervisedConfig, inputs: Inputs) -> None:
     """Refuse data that cannot be read as the stage reads it, or a chat template that is none."""
-    source = inputs.sources.source
+    source = inputs.sources.of(MODEL)
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     check_sources(config.data, config.kind, media_reader(config, None, source.base))
@@ -108,28 +103,28 @@ def check_data(config: SupervisedConfig, inputs: OneInput) -> None:
         check_some_prompt_fits(config.data, source.tokenizer)
 
 
-def announce(config: SupervisedConfig, inputs: OneInput) -> None:
+def announce(config: SupervisedConfig, inputs: Inputs) -> None:
     """Log model and data in the first line, and a note on each option that changes nothing."""
     bundled = config.data.data_path != inputs.asked
     paths = "the bundled data" if bundled else " ".join(config.data.data_path)
     more = " ".join(config.data.sft_only_data_path)
-    say_once(f"model: {model_name(inputs.sources.source)}; data: {paths} {more}".rstrip())
+    say_once(f"model: {model_name(inputs.sources.of(MODEL))}; data: {paths} {more}".rstrip())
     note_without_effect(config)
 
 
 # In this order: the first that fails is the one a user reads.
-SUPERVISED_CHECKS: tuple[Check[Any, OneInput], ...] = (
+SUPERVISED_CHECKS: tuple[Check[Any, Inputs], ...] = (
     with_bundled_data,
     *MODEL_CHECKS,
-    settled,
+    lambda config, _: config.settled(),
     with_fitting_length,
     check_budget,
     check_bundled_data,
-    addons_before_data,
+    lambda config, _: through_addons(config, "before_data"),
     check_data,
     with_deepspeed_json,
     with_recomputation,
-    addons_at_last,
+    lambda config, _: through_addons(config, "check"),
     check_output_dir,
     check_sources_are_kept,
     announce,

@@ -12,7 +12,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.rl.learn.engines import Engines, Network, policies_of
 from dschat_lora.rl.learn.roles import build_roles
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import Sources
+from dschat_lora.runtime.validation import Sources
 from helpers.tiny import VOCAB
 
 # Every linear layer of a block, as each architecture calls them.
@@ -81,7 +81,8 @@ def _save(auto, task, kind, base, directory, rank, seed):
 
 def roles_of(config, actor, critic, *, dtype=torch.float32, meta=False):
     """The roles on what ``actor`` and ``critic`` name."""
-    sources = Sources(find_model(actor), None if critic is None else find_model(critic))
+    named = {"actor": actor} | ({} if critic is None else {"critic": critic})
+    sources = Sources({role: find_model(name) for role, name in named.items()})
     return build_roles(config, sources, Words(), dtype=dtype, meta=meta)
 
 

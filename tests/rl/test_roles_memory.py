@@ -8,7 +8,6 @@ import torch
 from transformers import OPTConfig
 
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.engine.build import EngineSettings
 from dschat_lora.rl.loop.memory import cache_bytes, memory_plan
 from helpers.roles import LAYERS, config_of, roles_of
 
@@ -101,11 +100,8 @@ def test_later_turns_take_room_for_the_longest_episode_and_what_the_shortest_may
 
 def test_memory_plan_is_what_one_counts_by_hand(large_roles):
     config, roles = large_roles
-    settings = {
-        name: EngineSettings("bf16", 0, False, 4, 1, 1.0, (0.9, 0.95), 1e-8, {})
-        for name in ("actor", "critic")
-    }
-    plan = memory_plan(config, roles, settings)
+    config = replace(config, load=replace(config.load, dtype="bf16"))
+    plan = memory_plan(config, roles)
     assert plan.weights == bytes_of(roles.whole().parameters())
     own = [bytes_of(m.model.parameters()) for m in roles.models.values()]
     assert plan.separate_weights == sum(own) > 3.9 * plan.weights / 1.1

@@ -7,8 +7,9 @@ import pytest
 
 from dschat_lora.config.options import parse_config
 from dschat_lora.config.stages import DpoStageConfig, RewardStageConfig, SupervisedConfig
-from dschat_lora.runtime import memory
+from dschat_lora.runtime import memory, roles
 from dschat_lora.runtime.resume import check_identity, settle
+from dschat_lora.runtime.roles import OneRole, trained_models
 from dschat_lora.supervised.validation import check_supervised
 from helpers.step1 import checked, parsed, write_checkpoint
 
@@ -126,10 +127,11 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     settings = SimpleNamespace(
         torch_dtype=None, offload=False, accumulation_steps=1, gathering=lambda _: said
     )
-    adapted = SimpleNamespace(model=None)
+    monkeypatch.setattr(roles, "engine_settings", lambda *_, **__: settings)
+    one = OneRole(SimpleNamespace(model=None))
     stored = {"gradient_checkpointing": False, "offload_activations": False, "zero_stage": 0}
-    memory.trained_model(adapted, config, settings).estimate(rows=1, length=512, **stored)
+    trained_models(config, one)["model"].estimate(rows=1, length=512, **stored)
     assert (asked[0]["rows"], asked[0]["length"]) == (3, 433)
     assert (said | {"mask_bytes": 3}).items() <= asked[0].items()
-    memory.trained_model(adapted, checked(), settings).estimate(rows=16, length=128, **stored)
+    trained_models(checked(), one)["model"].estimate(rows=16, length=128, **stored)
     assert (asked[1]["rows"], asked[1]["length"]) == (16, 128)

@@ -12,10 +12,10 @@ from dschat_lora.runtime.memory import (
     GIB,
     MemoryPlan,
     TrainedModel,
-    estimate_memory_of,
     explaining_memory,
     plan_memory,
 )
+from dschat_lora.runtime.roles import OneRole, trained_models
 from helpers.runs import LORA, engine_settings, load_model
 
 
@@ -45,12 +45,15 @@ def test_other_errors_are_left_as_they_are(tmp_path):
         raise KeyError("x")
 
 
+def needed(adapted, config):
+    return plan_memory([*trained_models(config, OneRole(adapted)).values()]).peak
+
+
 def test_a_row_of_pairs_needs_the_memory_of_two_sequences(model_directory):
     adapted = AdaptedModel(load_model(model_directory("opt"), LORA), LoraConfig(**LORA), [])
     argv = ["--lora_dim", "4", "--per_device_train_batch_size", "8", "--max_seq_len"]
-    settings = engine_settings(micro=8)
     one, two, longer = (
-        estimate_memory_of(adapted, parse_config(kind, [*argv, length]), settings)
+        needed(adapted, parse_config(kind, [*argv, length]))
         for kind, length in (
             (SupervisedConfig, "16"),
             (DpoStageConfig, "16"),

@@ -29,7 +29,7 @@ def base(tmp_path):
 def test_rows_longer_than_the_positions_are_refused_and_do_not_fail_in_a_step(base, tmp_path):
     config = checked("--model_name_or_path", base, "--max_seq_len", 3000, "--lora_dim", 4)
     with pytest.raises(ValueError, match="--max_seq_len is 3000, but the model has 2048 positions"):
-        supervised.set_up(SimpleNamespace(config=config), phase=1, kind="samples", task="CAUSAL_LM")
+        supervised.set_up(SimpleNamespace(config=config))
 
 
 def test_prompts_and_answers_longer_than_the_positions_are_refused(base):

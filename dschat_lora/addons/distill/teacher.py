@@ -198,8 +198,8 @@ def load_teacher(
     if own.teacher_system_prompt is not None:
         most: int | None = None
         if served is None:
-            options = config.actor if sources.reference is None else own
-            base = (sources.reference or sources.actor).base
+            options = own if own.role in sources.by_role else config.actor
+            base = sources.of(own.role).base
             fields = load_config(base, options.model(config.load))
             most = getattr(fields, "max_position_embeddings", None)
         elif served.limit is not None:

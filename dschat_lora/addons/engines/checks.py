@@ -4,14 +4,14 @@ from dschat_lora.addons.engines.completions import CONNECT_SECONDS, CompletionSe
 from dschat_lora.addons.engines.facts import server_addresses
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.engines import EngineError
-from dschat_lora.rl.options.inputs import RlhfInputs
 from dschat_lora.runtime.checks import check_command
 from dschat_lora.runtime.resume import is_first_rank
+from dschat_lora.runtime.validation import Inputs
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
-def check_servers(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_servers(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse servers that do not answer, or have no room for prompt and response."""
     for address in server_addresses(config.batch.rollout_engine) if is_first_rank() else ():
         try:
@@ -29,7 +29,7 @@ def check_servers(config: RlhfConfig, inputs: RlhfInputs) -> None:
             )
 
 
-def check_vllm(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_vllm(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse a command of vLLM that is not there, and an adapter or base that it cannot serve."""
     given = config.addons.engines.vllm_command
     command = "vllm serve" if given is None else given

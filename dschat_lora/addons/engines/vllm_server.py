@@ -64,7 +64,9 @@ def start_vllm(
         port, sleeping = usable_port(None), sleeps(config)
         outcome["address"] = f"http://127.0.0.1:{port}"
         server = CompletionServer(outcome["address"], timeout, log=_log(home, rank()))
-        command = serve_command(config, sources.actor.base, dtype=dtype, port=port, sleeps=sleeping)
+        command = serve_command(
+            config, sources.of("actor").base, dtype=dtype, port=port, sleeps=sleeping
+        )
         gpu = visible_gpu(local_rank()) if on_gpu else None
         try:
             process = ServerProcess(server, command, serve_environment(gpu, sleeps=sleeping))

@@ -22,13 +22,14 @@ from dschat_lora.checkpoint.adapter_config import verify_adapter
 from dschat_lora.checkpoint.history import STATE_FILE
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.roles import MODEL
 from dschat_lora.data.rows import check_sources
 from dschat_lora.models.source import ModelSource, find_model
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
 from dschat_lora.runtime.checks import Check, check_task, model_fields, require_packages
 from dschat_lora.runtime.directory import check_can_be_made, check_file_can_be_made
-from dschat_lora.runtime.validation import OneInput
+from dschat_lora.runtime.validation import Inputs
 from dschat_lora.supervised.validation import check_supervised
 
 _METRICS = ("sacrebleu", "nltk")  # packages
@@ -107,9 +108,9 @@ def _named_model(name: str | None, init_checkpoint: str | None, card: str | None
     return init_checkpoint
 
 
-def with_query_and_value(config: NlgConfig, inputs: OneInput) -> NlgConfig:
+def with_query_and_value(config: NlgConfig, inputs: Inputs) -> NlgConfig:
     """With new adapters on queries and values, packed in GPT-2 with keys, unless options differ."""
-    lora, given, source = config.lora, config.given, inputs.sources.source
+    lora, given, source = config.lora, config.given, inputs.sources.of(MODEL)
     if source.adapter is not None or lora.lora_dim == 0:
         return config
     packed = model_fields(source).get("model_type", "gpt2") == "gpt2" or "enable_lora" in given
@@ -120,7 +121,7 @@ def with_query_and_value(config: NlgConfig, inputs: OneInput) -> NlgConfig:
     return replace(config, lora=lora)
 
 
-def check_cycle(config: NlgConfig, inputs: OneInput) -> None:
+def check_cycle(config: NlgConfig, inputs: Inputs) -> None:
     """Refuse other options of length and rate with ``--lr_scheduler_type cycle``."""
     optim = config.optim
     if optim.lr_scheduler_type != "cycle":
@@ -138,14 +139,14 @@ def check_cycle(config: NlgConfig, inputs: OneInput) -> None:
             )
 
 
-def check_epochs(config: NlgConfig, inputs: OneInput) -> None:
+def check_epochs(config: NlgConfig, inputs: Inputs) -> None:
     """Refuse to keep every epoch's factors where there are none."""
-    adapter = inputs.sources.source.adapter
+    adapter = inputs.sources.of(MODEL).adapter
     if config.save_epochs and config.lora.lora_dim == 0 and adapter is None:
         raise ValueError("--save_epochs keeps LoRA factors, and --lora_dim 0 has none")
 
 
-def check_seeds(config: NlgConfig, inputs: OneInput) -> None:
+def check_seeds(config: NlgConfig, inputs: Inputs) -> None:
     """Refuse several runs in the processes of one, and to go on with several."""
     if config.seeds == 1:
         return
@@ -154,12 +155,12 @@ def check_seeds(config: NlgConfig, inputs: OneInput) -> None:
         raise ValueError("--seeds trains anew; go on with one of its runs by its own --output_dir")
 
 
-def check_length(config: NlgConfig, inputs: OneInput) -> None:
+def check_length(config: NlgConfig, inputs: Inputs) -> None:
     """Refuse a run of less than one optimizer step."""
     in_optimizer_steps(config)
 
 
-def check_accumulation(config: NlgConfig, inputs: OneInput) -> None:
+def check_accumulation(config: NlgConfig, inputs: Inputs) -> None:
     """Refuse to resume at another accumulation with a schedule that counts micro-batches."""
     if not config.checkpoint or not config.optim.scheduler_counts_micro_steps:
         return
@@ -187,7 +188,7 @@ def in_optimizer_steps(config: NlgConfig) -> NlgConfig:
     return replace(config, optim=replace(optim, max_steps=steps // micro))
 
 
-NLG_CHECKS: tuple[Check[NlgConfig, OneInput], ...] = (
+NLG_CHECKS: tuple[Check[NlgConfig, Inputs], ...] = (
     check_cycle,
     check_length,
     check_epochs,

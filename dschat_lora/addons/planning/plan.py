@@ -42,7 +42,7 @@ from dschat_lora.rl.learn.experience import count_deferred
 from dschat_lora.rl.learn.roles import Roles, build_roles
 from dschat_lora.rl.loop.memory import memory_plan
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import Sources, find_sources
+from dschat_lora.rl.options.inputs import find_sources
 from dschat_lora.rl.response.batch import Minibatch
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.watch.throughput import FlopCounter
@@ -50,6 +50,7 @@ from dschat_lora.runtime.graphs import with_graphs
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory
 from dschat_lora.runtime.roles import OneRole, engines_of, trained_models
 from dschat_lora.runtime.setup import trained_elements
+from dschat_lora.runtime.validation import Sources
 
 # Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was
 # measured on an H200 and an H100 lies about it on both sides.
@@ -284,10 +285,8 @@ def build_plan(config: Any, home: Path) -> StagePlan:
     dtypes = {"fp32": torch.float32, "fp16": torch.float16}
     if isinstance(config, RlhfConfig):
         dtype = dtypes.get(config.load.dtype, torch.bfloat16)
-        given = find_sources(config)
-        planned = {role: as_planned(source, home) for role, source in given.by_role.items()}
-        other = given.reference_role
-        sources = Sources(planned["actor"], planned.get("critic"), planned.get(other), other)
+        given = find_sources(config).by_role.items()
+        sources = Sources({role: as_planned(source, home) for role, source in given})
         roles = build_roles(config, sources, tokenizer, dtype=dtype, meta=True, group=group)
         return StagePlan(config, roles)
     build = build_reward_model if config.task == "SEQ_CLS" else build_causal_lm

@@ -28,6 +28,7 @@ from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import LoraConfig, OptimConfig, is_on
 from dschat_lora.config.options import build_config, group, options_in_python
 from dschat_lora.config.parser import unknown_option
+from dschat_lora.config.roles import MODEL
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.staging import staged_directory
 from dschat_lora.engine import failure_detection
@@ -74,7 +75,7 @@ from dschat_lora.runtime.stage_main import hush_libraries
 from dschat_lora.runtime.validation import (
     MODEL_CHECKS,
     Inputs,
-    find_one,
+    find_model_of,
     with_deepspeed_json,
     with_recomputation,
 )
@@ -126,9 +127,9 @@ def check_options(model: object, values: Mapping[str, Any]) -> tuple[TrainerConf
     config = build_config(TrainerConfig, options_in_python(TrainerConfig, values))
     path = model_value(model)
     config = replace(config, model=replace(config.model, model_name_or_path=path))
-    sources = find_one(config)
+    sources = find_model_of(config)
     checks = (*MODEL_CHECKS, with_deepspeed_json, with_recomputation)
-    return apply_checks(config, Inputs(sources, ()), checks), sources.source
+    return apply_checks(config, Inputs(sources, ()), checks), sources.of(MODEL)
 
 
 @dataclass(eq=False)

@@ -30,9 +30,9 @@ from dschat_lora.models.loading import (
 from dschat_lora.models.reward_model import load_reward_model, zero_head_
 from dschat_lora.models.source import ModelSource
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.runtime.setup import shard_model
+from dschat_lora.runtime.validation import Sources
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Roles:
 
     def take(self, media: MediaReader | None, sources: Sources) -> None:
         """Have all models take what prompts hold beside text, if they do."""
-        scored = {"critic": sources.critic, "reward": sources.critic}
         for name, each in self.models.items():
-            attach_media(each, media, (scored.get(name) or sources.actor).base)
+            role = "critic" if name in ("critic", "reward") else "actor"
+            attach_media(each, media, sources.of(role).base)
         if media is not None:
-            media.attach(self.rollout, sources.actor.base)
+            media.attach(self.rollout, sources.of("actor").base)
 
     @cached_property
     def shares_base(self) -> bool:
@@ -121,30 +121,31 @@ def build_roles(
     Raises:
         ValueError: if something cannot be loaded or does not fit, naming the role's option.
     """
+    policy, start = sources.of("actor"), sources.of("critic")
     build = _Builder(config, tokenizer, {"dtype": dtype, "meta": meta, "group": group})
     with option_errors_for("actor"):
-        base = build.base(sources.actor) if build.is_frozen("actor") else None
-        actor = build.model(sources.actor, base)
+        base = build.base(policy) if build.is_frozen("actor") else None
+        actor = build.model(policy, base)
     reference, other = None, config.reference
-    if other is not None and sources.reference is not None:
+    if other is not None and (own_source := sources.by_role.get(other.role)) is not None:
         with option_errors_for(other.role):
-            own = build.base_of(sources.reference, bits=other.bits)
-            of = base if own == build.base_of(sources.actor) else None
+            own = build.base_of(own_source, bits=other.bits)
+            of = base if own == build.base_of(policy) else None
             options = other.model(config.load)
-            reference = frozen(build.model(sources.reference, of, trained=False, options=options))
+            reference = frozen(build.model(own_source, of, trained=False, options=options))
     elif other is None or not other.is_served:
         with option_errors_for("actor"):
-            reference = frozen(build.model(sources.actor, base, trained=False))
+            reference = frozen(build.model(policy, base, trained=False))
     critic = reward = None
-    with option_errors_for("critic" if sources.critic is not None else "actor"):
-        start, new_head = sources.critic or sources.actor, sources.critic is None
+    new_head = "critic" not in sources.by_role
+    with option_errors_for("actor" if new_head else "critic"):
         has_adapter = start.adapter is not None or new_head
-        alike = build.base_of(start) == build.base_of(sources.actor)
+        alike = build.base_of(start) == build.base_of(policy)
         if not build.is_frozen("critic"):
             base = None
         elif base is None or not (has_adapter and alike):
             base = build.base(start, scores=True, seeded=has_adapter)  # an adapter has its head
-        if sources.critic is not None:
+        if not new_head:
             reward = frozen(build.model(start, base, scores=True, trained=False, new_head=False))
         if config.has_critic:
             critic = build.model(start, base, scores=True, new_head=new_head)

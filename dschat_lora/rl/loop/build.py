@@ -128,7 +128,7 @@ def make_generator(
     site = EngineSite(
         setup.config,
         setup.run,
-        setup.models.sources.actor.base,
+        setup.models.sources.of("actor").base,
         actor,
         engines.actor,
         setup.models.roles.rollout,

@@ -104,7 +104,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         player = playing.player(config, tokenizer, run.closing)
     scoring = load_scoring(config, tokenizer, episodes=player.reward_name, beside=player.beside)
     asking = [*player.asks, *scoring.asks]
-    data = _read_data(config, tokenizer, run, reference, asking, sources.actor.base)
+    data = _read_data(config, tokenizer, run, reference, asking, sources.of("actor").base)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = engines_of(config), free_memory()
     build = partial(
@@ -198,7 +198,7 @@ def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:
         return {k: v for k, v in describe_tokenizer(of).items() if k not in left_out}
 
     with option_errors_for("actor"):
-        tokenizer = load_tokenizer(sources.actor.tokenizer, config.model_of("actor"))
+        tokenizer = load_tokenizer(sources.of("actor").tokenizer, config.model_of("actor"))
     for role, source in sources.by_role.items():
         with option_errors_for(role):
             other = load_tokenizer(source.tokenizer, config.model_of(role))

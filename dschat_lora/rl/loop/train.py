@@ -238,7 +238,7 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
             run,
             run.directory / name,
             adapted,
-            source=(sources.critic if name == "critic" else None) or sources.actor,
+            source=sources.of(name),
             tokenizer=setup.tokenizer,
             model=config.actor.model(config.load),
             data_path=config.data.data_path,

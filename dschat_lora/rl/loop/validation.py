@@ -13,7 +13,6 @@ from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.algorithms import Correction
 from dschat_lora.rl.options.config import RlhfConfig, check_weights
 from dschat_lora.rl.options.inputs import (
-    RlhfInputs,
     announce,
     check_vocabularies,
     find_sources,
@@ -33,8 +32,7 @@ from dschat_lora.runtime.checks import (
 from dschat_lora.runtime.directory import check_output_dir
 from dschat_lora.runtime.resume import launched_processes
 from dschat_lora.runtime.validation import (
-    addons_at_last,
-    addons_before_data,
+    Inputs,
     check_parallel,
     check_sources_are_kept,
     check_stage,
@@ -61,7 +59,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     return check_stage(config, RLHF_CHECKS, stage=config.stage, find_sources=find_sources)
 
 
-def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+def with_bundled_prompts(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     """With bundled prompts where none are named; the world's own judge where nothing scores."""
     if config.data.data_path:
         return config
@@ -72,7 +70,7 @@ def with_bundled_prompts(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     return replace(config, data=data, rewards=rewards)
 
 
-def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_rewards(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse a run that nothing scores, or functions whose modules are not there."""
     # Whether a player gives rewards shows when it is imported.
     if config.ppo.rules.learns_from_rewards and not (config.is_scored or config.players):
@@ -92,7 +90,7 @@ def check_rewards(config: RlhfConfig, inputs: RlhfInputs) -> None:
         check_weights(rewards.reward_weights, len(rewards.reward_function), has_model=has_model)
 
 
-def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+def with_overlong_punishment(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     """With DAPO's share of the longest answer where that is not typed; one too long is refused."""
     longest, rewards = config.data.max_answer_seq_len, config.rewards
     if "soft_overlong_tokens" not in config.given:
@@ -106,15 +104,16 @@ def with_overlong_punishment(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConf
     return replace(config, rewards=rewards)
 
 
-def with_rank_of_critic(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+def with_rank_of_critic(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     """With the actor's rank for a critic that starts from the actor, unless one is typed."""
-    starts_anew = inputs.sources.critic is None and inputs.sources.actor.adapter is None
+    sources = inputs.sources
+    starts_anew = "critic" not in sources.by_role and sources.of("actor").adapter is None
     if not starts_anew or "critic_lora_dim" in config.given:
         return config
     return replace(config, critic=replace(config.critic, lora_dim=config.actor.lora_dim))
 
 
-def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_lora(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse options of experts of a role that adapts none."""
     for name, role in config.trained.items():
         own = {each for each in role.given(config.given) if each.startswith("expert_")}
@@ -122,7 +121,7 @@ def check_lora(config: RlhfConfig, inputs: RlhfInputs) -> None:
             check_lora_options(role.lora, frozenset(own))
 
 
-def check_context_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_context_parallel(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse to divide rows."""
     if config.parallel.context_parallel_size > 1:
         raise ValueError(
@@ -131,7 +130,7 @@ def check_context_parallel(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
 
 
-def with_fitting_lengths(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+def with_fitting_lengths(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     """With lengths that local models have positions for; longer ones are refused if typed."""
     sources = inputs.sources.by_role.values()
     limits = [position_limit(model_fields(s), parse_rope_scaling(s.rope_scaling)) for s in sources]
@@ -157,7 +156,7 @@ def fit_lengths(config: RlhfConfig, limits: Iterable[int | None]) -> RlhfConfig:
     return replace(config, data=data)
 
 
-def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_num_generations(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse to compare one response to a prompt with itself."""
     algorithm, k = config.ppo.algorithm, config.batch.num_generations
     if config.ppo.rules.compares and k < 2:
@@ -168,15 +167,15 @@ def check_num_generations(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
 
 
-def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_data(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse prompts or pretraining text that cannot be read."""
     if config.load.chat_template is not None:
         read_chat_template(config.load.chat_template)
     if config.data.data_path != inputs.asked:
-        check_bundled_data_fits(inputs.sources.actor, stage=config.stage, role="actor_")
-    media = media_reader(config, None, inputs.sources.actor.base)
+        check_bundled_data_fits(inputs.sources.of("actor"), stage=config.stage, role="actor_")
+    media = media_reader(config, None, inputs.sources.of("actor").base)
     check_sources(config.data.data, "prompts", media)
-    check_some_prompt_fits(config.data.data, inputs.sources.actor.tokenizer, "prompts")
+    check_some_prompt_fits(config.data.data, inputs.sources.of("actor").tokenizer, "prompts")
     if (data := text_data(config)) is not None:
         try:
             check_sources(data)
@@ -185,7 +184,7 @@ def check_data(config: RlhfConfig, inputs: RlhfInputs) -> None:
             raise ValueError(words) from error
 
 
-def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+def with_default_responses(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     """With generation batches for 64 responses an iteration where no size of a batch is typed."""
     if config.given & {name for names in config.rows.values() for name in names}:
         return config
@@ -195,7 +194,7 @@ def with_default_responses(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig
     return replace(config, batch=replace(batch, generation_batches=times))
 
 
-def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+def with_whole_steps(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     """With enough responses in an iteration for a step, and the steps of ``--enable_test_mode``."""
     batch, shares = config.batch, config.parallel.shares(launched_processes())
     wanted = batch.per_device_training_batch_size * batch.gradient_accumulation_steps
@@ -213,7 +212,7 @@ def with_whole_steps(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
     return replace(config, batch=batch, optim=optim)
 
 
-def check_iterations(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_iterations(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse what an iteration cannot have: a short KL horizon, small budget, other attention."""
     responses = config.batch.responses * config.parallel.shares(launched_processes())
     horizon = config.ppo.kl_horizon
@@ -235,7 +234,7 @@ def check_iterations(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
 
 
-def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_zero_stages(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse ZeRO 3 for one role of a shared base alone."""
     actor, critic = config.actor.zero_stage, config.critic.zero_stage
     if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config, inputs.sources):
@@ -245,7 +244,7 @@ def check_zero_stages(config: RlhfConfig, inputs: RlhfInputs) -> None:
         )
 
 
-def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
+def with_rollout_engine(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     """With the correction that the engine needs; one that cannot be used is refused."""
     batch, name, engine = config.batch, config.batch.rollout_engine, config.batch.engine
     if config.ppo.use_rollout_logprobs and not engine.exact:
@@ -279,7 +278,7 @@ def with_rollout_engine(config: RlhfConfig, inputs: RlhfInputs) -> RlhfConfig:
 
 
 # In this order: the first that fails is the one a user reads.
-RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
+RLHF_CHECKS: tuple[Check[RlhfConfig, Inputs], ...] = (
     with_bundled_prompts,
     lambda config, _: through_addons(config, "check_reference"),
     check_rewards,
@@ -293,7 +292,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     check_parallel,
     check_num_generations,
     check_vocabularies,
-    addons_before_data,
+    lambda config, _: through_addons(config, "before_data"),
     check_data,
     with_deepspeed_json,
     with_default_responses,
@@ -303,7 +302,7 @@ RLHF_CHECKS: tuple[Check[RlhfConfig, RlhfInputs], ...] = (
     with_recomputation,
     check_output_dir,
     check_sources_are_kept,
-    addons_at_last,
+    lambda config, _: through_addons(config, "check"),
     with_rollout_engine,
     announce,
     note_options,

@@ -1,6 +1,5 @@
 """Models and text that step 3 starts from, and what its first lines say of them and of options."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from dschat_lora.config.addons import groups_of
@@ -10,30 +9,7 @@ from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.checks import find_of_kind, model_name, note_without_effect
-from dschat_lora.runtime.validation import Inputs
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Pretrained models and adapters of the roles."""
-
-    actor: ModelSource
-    critic: ModelSource | None  # None: values start from the actor, and a function scores
-    reference: ModelSource | None = None  # None: it is the actor as it was, or elsewhere
-    reference_role: str = "reference"  # its name of options
-
-    @property
-    def by_role(self) -> dict[str, ModelSource]:
-        """Those that are there."""
-        roles = {"actor": self.actor, "critic": self.critic, self.reference_role: self.reference}
-        return {role: source for role, source in roles.items() if source is not None}
-
-    def of(self, role: str) -> ModelSource:
-        """The role's own, or the actor's."""
-        return self.by_role.get(role, self.actor)
-
-
-RlhfInputs = Inputs[Sources]
+from dschat_lora.runtime.validation import Inputs, Sources
 
 
 def find_sources(config: RlhfConfig) -> Sources:
@@ -42,20 +18,21 @@ def find_sources(config: RlhfConfig) -> Sources:
     def find(role: str, name: str | None, task: str = "CAUSAL_LM") -> ModelSource:
         return find_of_kind(name, (task,), option=f"--{role}_model_name_or_path")
 
-    actor = find("actor", config.actor.model_name_or_path)
-    name, own = config.critic.model_name_or_path, config.reference
-    critic = None if name is None else find("critic", name, "SEQ_CLS")
-    if own is None or own.is_served or own.model_name is None:
-        return Sources(actor, critic)
-    return Sources(actor, critic, find(own.role, own.model_name), own.role)
+    sources = {"actor": find("actor", config.actor.model_name_or_path)}
+    if (name := config.critic.model_name_or_path) is not None:
+        sources["critic"] = find("critic", name, "SEQ_CLS")
+    own = config.reference
+    if own is not None and own.model_name is not None and not own.is_served:
+        sources[own.role] = find(own.role, own.model_name)
+    return Sources(sources)
 
 
-def check_vocabularies(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def check_vocabularies(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse a reward model or reference whose files have another vocabulary than the actor's.
 
     Other differences of tokenizers show once they are loaded.
     """
-    mine = Path(inputs.sources.actor.tokenizer) / "tokenizer.json"
+    mine = Path(inputs.sources.of("actor").tokenizer) / "tokenizer.json"
     for role, source in inputs.sources.by_role.items():
         other = Path(source.tokenizer) / "tokenizer.json"
         if not (mine.is_file() and other.is_file()) or mine.read_bytes() == other.read_bytes():
@@ -106,21 +83,22 @@ def shares_base(config: RlhfConfig, sources: Sources) -> bool:
     """Whether actor and critic share the frozen weights of one base."""
     if not (config.classic.only_optimize_lora and config.actor.lora_dim and config.critic.lora_dim):
         return False
-    actor, critic = sources.actor, sources.critic
+    actor, critic = sources.of("actor"), sources.by_role.get("critic")
     if critic is None:
         return True
     bits = {config.load.base_bits or each.base_bits or 16 for each in (critic, actor)}
     return critic.adapter is not None and critic.base == actor.base and len(bits) == 1
 
 
-def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def announce(config: RlhfConfig, inputs: Inputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
-    actor, critic = inputs.sources.actor, inputs.sources.critic
+    actor, critic = inputs.sources.of("actor"), inputs.sources.by_role.get("critic")
     by = [model_name(critic)] if critic is not None else []
     by += [f"the function {function}" for function in config.rewards.reward_function]
     by = by or [own.described() for own in config.players]
-    source, reference = "reward", inputs.sources.reference
+    source = "reward"
     if (own := config.reference) is not None:
+        reference = inputs.sources.by_role.get(own.role)
         known = "the actor as it was" if reference is None else model_name(reference)
         source, by = own.role, [own.model_name or known if own.is_served else known]
     bundled = config.data.data_path != inputs.asked
@@ -133,7 +111,7 @@ def announce(config: RlhfConfig, inputs: RlhfInputs) -> None:
             say_once(line)
 
 
-def note_options(config: RlhfConfig, inputs: RlhfInputs) -> None:
+def note_options(config: RlhfConfig, inputs: Inputs) -> None:
     """Log a note on each option that changes nothing, or does other than it seems to."""
     note_without_effect(config)
     if (config.ppo.kl_in, config.ppo.kl_estimator) == ("loss", "k1") and config.ppo.kl_coef:

@@ -25,9 +25,9 @@ from dschat_lora.generation.generate import Decoder
 from dschat_lora.generation.sampling import Sampling
 from dschat_lora.lora.model import lora_layers
 from dschat_lora.rl.learn.roles import build_roles
-from dschat_lora.rl.options.inputs import Sources
 from dschat_lora.rl.response.batch import collate
 from dschat_lora.rl.response.response import Response
+from dschat_lora.runtime.validation import Sources
 from helpers.roles import asked_of, config_of
 
 SEED = 0
@@ -109,12 +109,12 @@ def test_kept_logprobs_are_those_of_the_trainer_and_of_stock_transformers(kind, 
     seeing = made(kind)
     roles = build_roles(
         config_of(actor={"lora_dim": 3, "target_modules": ATTENTION}, ppo={"algorithm": "grpo"}),
-        Sources(seeing.source, None),
+        Sources({"actor": seeing.source}),
         seeing.tokenizer,
         dtype=torch.float32,
         meta=False,
     )
-    roles.take(seeing.media, Sources(seeing.source, None))
+    roles.take(seeing.media, Sources({"actor": seeing.source}))
     for name, parameter in roles.actor.model.named_parameters():
         if "lora_B" in name:
             seeded = torch.Generator().manual_seed(SEED + len(name))

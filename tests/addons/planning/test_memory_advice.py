@@ -11,7 +11,8 @@ from dschat_lora.addons.planning.memory_advice import MemoryOptions, out_of_memo
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.perf.memory import MemoryEstimate, estimate_memory
-from dschat_lora.runtime.memory import explaining_memory, trained_model
+from dschat_lora.runtime.memory import explaining_memory
+from dschat_lora.runtime.roles import OneRole, trained_models
 from helpers.perf_models import add_lora, opt, project_lora
 from helpers.runs import LORA, engine_settings, load_model
 from helpers.spread import ALL
@@ -471,5 +472,6 @@ def test_what_graphs_of_training_keep_is_named_where_they_are_taken(monkeypatch,
         return memory_advice.advise(None, None, adapted, config, engine_settings(micro=8))
 
     assert "--training_graphs" not in advised(False)
-    kept = trained_model(adapted, config, engine_settings(micro=8)).estimated().activations
+    (one,) = trained_models(config, OneRole(adapted)).values()
+    kept = one.estimated().activations
     assert f"--training_graphs off takes {kept / 2**30:.3g} GiB less" in advised(True)
