@@ -175,6 +175,11 @@ _BY_MICRO_BATCH = (
 )
 
 
+def too_long(length: int, limit: int) -> str:
+    """The message where ``--max_seq_len`` is more than the positions of the model."""
+    return f"--max_seq_len is {length}, but the model has {limit} positions"
+
+
 @dataclass(frozen=True)
 class StageConfig:
     """Options of every stage: how long it trains, on how many processes, and where it writes."""
@@ -234,6 +239,14 @@ class StageConfig:
     def model_of(self, role: str) -> ModelConfig:
         """Options of loading the model of a role, trained or not."""
         return self.roles[role].model
+
+    def fitted(self, limit: int) -> Self:
+        """With lengths of rows that models of so many positions have room for.
+
+        Raises:
+            ValueError: if longer ones were typed.
+        """
+        raise NotImplementedError
 
     @property
     def rule_of_rates(self) -> tuple[str, float | None]:
@@ -307,6 +320,12 @@ class SupervisedConfig(StageConfig):
         if self.kind == "unpaired":
             return "loss_type"
         return next((name for name in _BY_MICRO_BATCH if values.get(name)), None)
+
+    def fitted(self, limit: int) -> Self:
+        length = self.data.max_seq_len
+        if length > limit and "max_seq_len" in self.given:
+            raise ValueError(too_long(length, limit))
+        return replace(self, data=replace(self.data, max_seq_len=min(length, limit)))
 
     def settled(self) -> Self:
         """With what its own options settle among themselves.

@@ -90,6 +90,22 @@ class Loader(Protocol):
     def has_ended(self) -> bool:
         """Whether the step that was taken last is the last one that the data gives."""
 
+    @property
+    def counts(self) -> SampleCounts | None:
+        """Of every sample of a pass; None where the length of the data is not known."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a pass, 0 likewise."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are known to hold several samples."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a thread of its own has the next steps, and its state is that of the last one."""
+
     def steps(self, start: int) -> Iterator[Window]:
         """This rank's micro-batches of each step from ``start`` on, until the data ends.
 
@@ -103,6 +119,12 @@ class Loader(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state` returned."""
 
+    def identity(self) -> dict[str, Any]:
+        """What is read and how, for the identity of a run's state."""
+
+    def record(self, run: Any, step: int) -> None:
+        """Record what was read in so many steps, where that shows only then."""
+
 
 class Tail(Protocol):
     """What reads training sources on behind their first rows, which alone are prepared.
@@ -112,18 +134,11 @@ class Tail(Protocol):
     """
 
     @property
-    def about(self) -> str:
-        """What the rows of steps are, for a dry run."""
-
-    @property
     def at_once(self) -> tuple[int, str]:
         """Rows that may stand in for each other at a time, and what to do to have more."""
 
     def hub_rows(self, source: "DataSource") -> Iterable[Mapping[str, object]]:
         """Rows of a hub data set, read as they are asked for."""
-
-    def identity(self, *data: "DataConfig | None") -> str:
-        """What is read, for the identity of a run's state."""
 
     def loader(self, setup: object, layout: object) -> Loader:
         """Steps of a supervised stage."""
@@ -135,9 +150,6 @@ class Tail(Protocol):
 
     def source(self, setup: object, data: "DataConfig", head: "Prepared", **how: object) -> Any:
         """Samples of each iteration of step 3; see :class:`dschat_lora.rl.draw.source.Source`."""
-
-    def record(self, run: object, state: dict[str, Any], *, has_ended: bool, step: int) -> None:
-        """Record what was read, by the state of a loader or source."""
 
 
 class StepLoader:
@@ -151,7 +163,7 @@ class StepLoader:
     Every rank assigns the rows of all ranks, and so knows their counts without communication.
     """
 
-    has_ended = False  # epoch comes after epoch
+    has_ended = reads_ahead = False  # epoch comes after epoch
 
     def __init__(
         self,
@@ -226,6 +238,12 @@ class StepLoader:
 
     def restore(self, state: dict[str, Any]) -> None:
         assert not state
+
+    def identity(self) -> dict[str, Any]:
+        return {"packing": self.packs, "rows": self.num_rows}
+
+    def record(self, run: Any, step: int) -> None:
+        pass
 
     def window(self, rows: list[PackedRow]) -> Window:
         """This rank's micro-batches of the step that these rows are."""

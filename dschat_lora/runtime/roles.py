@@ -1,36 +1,34 @@
 """The models of a run by role: layers, rates, engines, memory, and what a run says of them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import nn
 
-from dschat_lora.config.groups import is_on
+from dschat_lora.config.groups import ModelConfig, is_on
 from dschat_lora.config.options import with_values
 from dschat_lora.config.roles import MODEL, Role
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.build import EngineSettings
+from dschat_lora.engine.distributed import device, grid, raise_together, rank, world_size
 from dschat_lora.lora.collectives import TensorGroup
+from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.rates import adapter_learning_rate, ruled_rates
-from dschat_lora.models.build import AdaptedModel, check_targets
+from dschat_lora.models.build import AdaptedModel, as_trained, check_targets
 from dschat_lora.models.loading import attention_note, load_config
+from dschat_lora.models.source import ModelSource
 from dschat_lora.perf.cards import USABLE
+from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.memory import rows_of
+from dschat_lora.perf.shape import describe
+from dschat_lora.runtime.directory import check_room
 from dschat_lora.runtime.graphs import launches_note
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, offloads_inputs, peak_here
 from dschat_lora.runtime.micro_batches import StepCosts, resolve_step
 from dschat_lora.runtime.run import OpenRun
-from dschat_lora.runtime.setup import (
-    engine_settings,
-    engine_words,
-    note_all_weights,
-    num_elements,
-    record_models,
-    say_coverage,
-    trained_elements,
-)
-from dschat_lora.runtime.validation import Sources
+from dschat_lora.runtime.setup import engine_settings
+from dschat_lora.runtime.validation import Sources, fit_lengths
 
 StageT = TypeVar("StageT", bound=StageConfig)
 
@@ -85,6 +83,15 @@ def check_layers(config: StageConfig, sources: Sources, group: TensorGroup | Non
                 expert_learning_rate=role.optim.expert_learning_rate,
                 group=group,
             )
+
+
+def with_loaded_lengths(config: StageT, sources: Sources) -> StageT:
+    """With lengths that the models have positions for; those of the hub are known only here."""
+
+    def read(source: ModelSource, model: ModelConfig) -> tuple[dict[str, Any], None]:
+        return load_config(source.base, as_trained(model, source)).to_dict(), None
+
+    return fit_lengths(config, sources, read)
 
 
 def with_ruled_rates(config: StageT, sources: Sources, run: OpenRun[StageConfig]) -> StageT:
@@ -244,4 +251,78 @@ def _describe_trained(run: OpenRun[StageConfig], role: Role, adapted: AdaptedMod
     for fact in adapted.facts():
         run.log.say(f"  {fact}")
     if role.lora.lora_dim == 0:
-        note_all_weights(run, f"{role.prefix}lora_dim")
+        option = f"{role.prefix}lora_dim"
+        if option not in run.config.given and run.config.optim.num_train_epochs:
+            words = f"--{option} is 0: every weight trains; --{option} 16 trains an adapter"
+            run.log.say(f"  note         {words}")
+
+
+def num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of the parameters, whole where ranks hold a part."""
+    return sum(full_shape(p).numel() for p in parameters)
+
+
+def trained_elements(model: nn.Module) -> int:
+    """Elements of the parameters that train."""
+    return num_elements(p for p in model.parameters() if p.requires_grad)
+
+
+def engine_words(settings: EngineSettings, model: nn.Module) -> str:
+    """Compute type, ZeRO stage, and how many processes there are of what kind, for the log."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    idle = settings.stage_in_use(settings.native_dtype(trained)) < settings.zero_stage
+    count, ranks = world_size(), grid()
+    return (
+        f"{settings.dtype}, ZeRO {settings.zero_stage}"
+        f"{' (one process: nothing to shard)' if idle else ''}, "
+        f"{count} process{'es' if count > 1 else ''} on {device().type}"
+        f"{'' if ranks is None else f', {ranks.tensor_size} to a model'}"
+    )
+
+
+def say_coverage(
+    run: OpenRun[StageConfig], models: Mapping[str, nn.Module], trained: Collection[str]
+) -> None:
+    """Show and record which kinds of layers learn of the roles that train; show what is unknown.
+
+    That is of the memory and the FLOPs of all models, by role; roles may share one.
+    """
+    coverages = {role: coverage(models[role]) for role in trained}
+    for role, each in coverages.items():
+        whose = f"{role}: " if len(coverages) > 1 else ""
+        run.log.say(f"  learns       {whose}{each.words}")
+        if each.warning is not None:
+            run.log.say(f"  warning      {whose}{each.warning}")
+    run.record.update({"learns": {role: each.to_dict() for role, each in coverages.items()}})
+    roles: dict[str, list[str]] = {}
+    for role, model in models.items():
+        try:
+            uncounted = describe(model).uncounted
+            line = f"note         FLOPs and memory leave out {uncounted}" if uncounted else ""
+        except ValueError as error:
+            line = f"memory       unknown, and so are TFLOPs: {error}"
+        roles.setdefault(line, []).append(role)
+    for line, names in roles.items():
+        if line:
+            suffix = f" ({', '.join(names)})" if len(models) > 1 else ""
+            run.log.say(f"  {line}{suffix}")
+
+
+def record_models(
+    run: OpenRun[StageConfig],
+    settings: EngineSettings,
+    *,
+    parameters: Mapping[str, int],
+    layers: list[str],
+) -> None:
+    """Record what trains, if the disk has room for it as checkpoint and result; on every rank.
+
+    A checkpoint, if any is to be written, holds a weight and two moments of each element that
+    trains in fp32, a result the weight in 16 bits at least.
+    """
+    directory, options = run.directory, run.config.run
+    saves = options.save_interval > 0 or options.save_minutes > 0
+    need = (14 if saves else 2) * parameters["trainable"]
+    if directory is not None and run.config.optim.num_train_epochs > 0:
+        raise_together(lambda: check_room(directory, need) if rank() == 0 else None)
+    run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,25 +25,19 @@ from dschat_lora.engine.distributed import (
     local_rank,
     local_rank_first,
     raise_together,
-    rank,
     tensor_rank,
-    world_size,
 )
 from dschat_lora.engine.ds_config import read_deepspeed_json
 from dschat_lora.engine.zero import shard_from_rank_zero
 from dschat_lora.lora.collectives import TensorGroup
-from dschat_lora.lora.layers import full_shape
 from dschat_lora.models.architecture_checks import head_is_linear
 from dschat_lora.models.blocks import check_compiler
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint, file_fingerprint
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.models.source import ModelSource
-from dschat_lora.perf.coverage import coverage
-from dschat_lora.perf.shape import describe
 from dschat_lora.report.terminal import progress
 from dschat_lora.runtime.checks import cache_directory
-from dschat_lora.runtime.directory import check_room
 from dschat_lora.runtime.run import OpenRun
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -228,85 +222,6 @@ def resolve_logits(
         "  note         this architecture transforms its logits: they are computed whole, "
         f"which takes more memory{', and without --training_graphs' if recorded else ''}"
     )
-
-
-def num_elements(parameters: Iterable[nn.Parameter]) -> int:
-    """Elements of the parameters, whole where ranks hold a part."""
-    return sum(full_shape(p).numel() for p in parameters)
-
-
-def trained_elements(model: nn.Module) -> int:
-    """Elements of the parameters that train."""
-    return num_elements(p for p in model.parameters() if p.requires_grad)
-
-
-def engine_words(settings: EngineSettings, model: nn.Module) -> str:
-    """Compute type, ZeRO stage, and how many processes there are of what kind, for the log."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    idle = settings.stage_in_use(settings.native_dtype(trained)) < settings.zero_stage
-    count, ranks = world_size(), grid()
-    return (
-        f"{settings.dtype}, ZeRO {settings.zero_stage}"
-        f"{' (one process: nothing to shard)' if idle else ''}, "
-        f"{count} process{'es' if count > 1 else ''} on {device().type}"
-        f"{'' if ranks is None else f', {ranks.tensor_size} to a model'}"
-    )
-
-
-def note_all_weights(run: OpenRun[StageConfig], option: str) -> None:
-    """Say that a model without adapter trains every weight, unless the user asked for that."""
-    if option not in run.config.given and run.config.optim.num_train_epochs:
-        run.log.say(
-            f"  note         --{option} is 0: every weight trains; --{option} 16 trains an adapter"
-        )
-
-
-def say_coverage(
-    run: OpenRun[StageConfig], models: Mapping[str, nn.Module], trained: Collection[str]
-) -> None:
-    """Show and record which kinds of layers learn of the roles that train; show what is unknown.
-
-    That is of the memory and the FLOPs of all models, by role; roles may share one.
-    """
-    coverages = {role: coverage(models[role]) for role in trained}
-    for role, each in coverages.items():
-        whose = f"{role}: " if len(coverages) > 1 else ""
-        run.log.say(f"  learns       {whose}{each.words}")
-        if each.warning is not None:
-            run.log.say(f"  warning      {whose}{each.warning}")
-    run.record.update({"learns": {role: each.to_dict() for role, each in coverages.items()}})
-    roles: dict[str, list[str]] = {}
-    for role, model in models.items():
-        try:
-            uncounted = describe(model).uncounted
-            line = f"note         FLOPs and memory leave out {uncounted}" if uncounted else ""
-        except ValueError as error:
-            line = f"memory       unknown, and so are TFLOPs: {error}"
-        roles.setdefault(line, []).append(role)
-    for line, names in roles.items():
-        if line:
-            suffix = f" ({', '.join(names)})" if len(models) > 1 else ""
-            run.log.say(f"  {line}{suffix}")
-
-
-def record_models(
-    run: OpenRun[StageConfig],
-    settings: EngineSettings,
-    *,
-    parameters: Mapping[str, int],
-    layers: list[str],
-) -> None:
-    """Record what trains, if the disk has room for it as checkpoint and result; on every rank.
-
-    A checkpoint, if any is to be written, holds a weight and two moments of each element that
-    trains in fp32, a result the weight in 16 bits at least.
-    """
-    directory, options = run.directory, run.config.run
-    saves = options.save_interval > 0 or options.save_minutes > 0
-    need = (14 if saves else 2) * parameters["trainable"]
-    if directory is not None and run.config.optim.num_train_epochs > 0:
-        raise_together(lambda: check_room(directory, need) if rank() == 0 else None)
-    run.record.update({"parameters": parameters, "dtype": settings.dtype, "adapted_layers": layers})
 
 
 def shard_model(model: nn.Module, settings: EngineSettings) -> None:

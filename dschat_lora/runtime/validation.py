@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dschat_lora.config.addons import through_addons
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.options import with_values
 from dschat_lora.config.roles import MODEL
-from dschat_lora.config.stages import StageConfig, SupervisedConfig
+from dschat_lora.config.stages import StageConfig, SupervisedConfig, too_long
 from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.config.verbs import GenerateConfig, ReadingConfig
 from dschat_lora.data.sources import find_source
@@ -98,6 +99,57 @@ def with_continued_adapters(config: StageT, inputs: Inputs) -> StageT:
         values = {role.prefix + option: value for option, value in vars(lora).items()}
         config = with_values(config, values)
     return config
+
+
+def with_fitting_lengths(config: StageT, inputs: Inputs) -> StageT:
+    """With lengths that local models have positions for; longer ones are refused if typed."""
+
+    def read(source: ModelSource, model: ModelConfig) -> tuple[dict[str, Any], str | None]:
+        return model_fields(source), trained_rope(model.rope_scaling, source)
+
+    return fit_lengths(config, inputs.sources, read)
+
+
+def fit_lengths(
+    config: StageT,
+    sources: Sources,
+    read: Callable[[ModelSource, ModelConfig], tuple[Mapping[str, Any], str | None]],
+) -> StageT:
+    """With lengths that the models of all roles have positions for.
+
+    ``read`` gives the configuration of a model, and ``--rope_scaling`` if that is not part of it.
+
+    Raises:
+        ValueError: if longer ones were typed.
+    """
+    for name, source in sources.by_role.items():
+        model = config.model_of(name)
+        with config.naming_options_of(name):
+            fields, rope = read(source, model)
+            limit = _positions(source, fields, rope)
+        try:
+            config = config if limit is None else config.fitted(limit)
+        except ValueError as error:
+            reach = _reach(fields, config.data.max_seq_len) if config.load is model else ""
+            raise ValueError(f"{error}{reach}") from error
+    return config
+
+
+def _positions(source: ModelSource, fields: Mapping[str, Any], rope: str | None) -> int | None:
+    """Positions that a model has; None where its configuration does not say."""
+    try:
+        return position_limit(fields, parse_rope_scaling(rope))
+    except ValueError as error:
+        path = Path(source.base) / "config.json"
+        raise ValueError(f"--model_name_or_path: {path}: {error}") from error
+
+
+def _reach(fields: Mapping[str, Any], length: int) -> str:
+    """By which option rotary embeddings reach a length; empty for embeddings that are learnt."""
+    if not any(fields.get(name) for name in ("rope_theta", "rope_parameters")):
+        return ""
+    factor = math.ceil(length / (original_positions(fields) or length))
+    return f"""; --rope_scaling '{{"rope_type": "yarn", "factor": {factor}}}' reaches them"""
 
 
 def with_base_bits(config: StageT, inputs: Inputs) -> StageT:
@@ -194,8 +246,10 @@ def check_reading(config: ReadingConfig, tasks: tuple[str, ...]) -> ModelSource:
     check_adapter_files(source)
     check_task(source, tasks)
     settled_base_bits(config.loading.base_bits, source)
-    rope, given = source.rope_scaling, frozenset({"max_seq_len"})
-    fitting_length(config.max_seq_len, source, given, rope_scaling=rope)
+    fields = model_fields(source)
+    limit = _positions(source, fields, source.rope_scaling)
+    if limit is not None and config.max_seq_len > limit:
+        raise ValueError(too_long(config.max_seq_len, limit) + _reach(fields, config.max_seq_len))
     if config.loading.chat_template is not None:
         read_chat_template(config.loading.chat_template)
     return source
@@ -209,31 +263,3 @@ def check_generate(config: GenerateConfig) -> None:
     through_addons(config, "check")
     if config.output_path is not None:
         check_file_can_be_made(config.output_path, "output_path")
-
-
-def fitting_length(
-    length: int,
-    source: ModelSource,
-    given: frozenset[str],
-    *,
-    fields: Mapping[str, Any] | None = None,
-    rope_scaling: str | None = None,
-) -> int:
-    """``length`` or, unless the user chose it, what the model's positions allow.
-
-    ``fields`` are those of its configuration; a local one's are read where they are absent.
-    """
-    fields = model_fields(source) if fields is None else fields
-    try:
-        limit = position_limit(fields, parse_rope_scaling(rope_scaling)) or length
-    except ValueError as error:
-        path = Path(source.base) / "config.json"
-        raise ValueError(f"--model_name_or_path: {path}: {error}") from error
-    if length > limit and "max_seq_len" in given:
-        rotates = any(fields.get(name) for name in ("rope_theta", "rope_parameters"))
-        factor = math.ceil(length / (original_positions(fields) or limit))
-        more = f"""; --rope_scaling '{{"rope_type": "yarn", "factor": {factor}}}' reaches them"""
-        raise ValueError(
-            f"--max_seq_len is {length}, but the model has {limit} positions{more * rotates}"
-        )
-    return min(length, limit)

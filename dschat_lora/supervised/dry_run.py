@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.data.batch import PairCollator, SampleCollator
-from dschat_lora.data.loader import Collator, StepLoader, Tail
+from dschat_lora.data.loader import Collator
 from dschat_lora.engine.distributed import data_world_size, device
 from dschat_lora.perf.shape import describe as describe_shape
 from dschat_lora.perf.throughput import device_peak, measured_peak, step_flops
@@ -24,32 +24,26 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
     The model is taken to keep the sequences of a row apart: a run looks at its weights.
     """
     config, run = setup.config, setup.run
-    if config.data.tail is not None:
-        tail: Tail = config.data.tail
-        run.log.say(f"  steps        {config.optim.max_steps:,}, of {tail.about}")
-        say_sample(run, config.data, setup.tokenizer)
-        say_options(run)
-        return
     collate, packing = collator(int(setup.tokenizer.pad_token_id)), config.data.packing
     fills_rows = packing or isinstance(collate, PairCollator)
     layout = BatchLayout(collate, packing, config.max_row_tokens if fills_rows else None)
     loader = train_loader(setup, setup.data.train, layout)
-    assert isinstance(loader, StepLoader)
     schedule = make_train_schedule(config.optim, config.run, loader.steps_per_epoch)
     check_repeats(config.data, setup.data.times, schedule)
     for warning in size_warnings(setup, loader, schedule):
         run.log.say(f"  warning      {warning}")
-    flops, counts = 0.0, loader.counts
-    with suppress(ValueError):  # of an architecture that is not understood
-        epoch = step_flops(
-            describe_shape(setup.adapted.model),
-            num_tokens=float(counts.tokens.sum()),
-            num_attended=float(counts.attended.sum()),
-            num_targets=float(counts.targets.sum()),
-            gradient_checkpointing=is_on(config.model.gradient_checkpointing),
-        )
-        passes = schedule.num_steps / max(1, loader.steps_per_epoch)
-        flops = passes * epoch.hardware / data_world_size()
+    flops = 0.0
+    if (counts := loader.counts) is not None:
+        with suppress(ValueError):  # of an architecture that is not understood
+            epoch = step_flops(
+                describe_shape(setup.adapted.model),
+                num_tokens=float(counts.tokens.sum()),
+                num_attended=float(counts.attended.sum()),
+                num_targets=float(counts.targets.sum()),
+                gradient_checkpointing=is_on(config.model.gradient_checkpointing),
+            )
+            passes = schedule.num_steps / max(1, loader.steps_per_epoch)
+            flops = passes * epoch.hardware / data_world_size()
     if flops:
         here, dtype = device(), setup.settings.torch_dtype
         size, rounds = (4096, 10) if here.type == "cuda" else (1024, 3)

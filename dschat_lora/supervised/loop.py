@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.groups import OptimConfig, RunConfig
 from dschat_lora.data.ahead import one_ahead, pinned_window
-from dschat_lora.data.loader import Loader, StepLoader, Window
+from dschat_lora.data.loader import Loader, Window
 from dschat_lora.engine.build import StepOutcome, TrainEngine
 from dschat_lora.engine.distributed import (
     data_rank,
@@ -370,7 +370,7 @@ def seeded_windows(
     """
     left = max(0, schedule.num_steps - start)
     windows: Iterator[Window] = islice(loader.steps(start), left)
-    if ahead and isinstance(loader, StepLoader):
+    if ahead and not loader.reads_ahead:
         windows = one_ahead(map(pinned_window, windows))
     for step, window in enumerate(windows, start):
         torch.manual_seed(stream_seed("dropout", seed, step, data_rank()))

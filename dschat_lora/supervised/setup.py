@@ -42,6 +42,7 @@ from dschat_lora.runtime.roles import (
     record_memory,
     resolve_micro_batches,
     trained_models,
+    with_loaded_lengths,
     with_ruled_rates,
 )
 from dschat_lora.runtime.run import OpenRun
@@ -54,7 +55,7 @@ from dschat_lora.runtime.setup import (
     state_identity,
     tensor_group,
 )
-from dschat_lora.runtime.validation import Sources, fitting_length
+from dschat_lora.runtime.validation import Sources
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
     check_same_models(sources.by_role)
     group = tensor_group(config.parallel)
     check_layers(config, sources, group)
-    config = with_ruled_rates(_fitted(config, source), sources, run)
+    config = with_loaded_lengths(config, sources)
+    fields = load_config(source.base, config.model).to_dict()
+    check_divided_rows(config.model, fields, config.parallel.context_parallel_size)
+    config = with_ruled_rates(config, sources, run)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, base=source.base)
     settings, free = engines_of(config)["model"], free_memory()
@@ -132,14 +136,6 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
         shard_model(adapted.model, settings)
     own = (config, source, tokenizer, data, settings, adapted, identity, run)
     return SupervisedSetup(*own, recorded=bool(graphs))
-
-
-def _fitted(config: SupervisedConfig, source: ModelSource) -> SupervisedConfig:
-    """With a length that the model has positions for; a model of the hub is known only here."""
-    fields = load_config(source.base, config.model).to_dict()
-    check_divided_rows(config.model, fields, config.parallel.context_parallel_size)
-    length = fitting_length(config.data.max_seq_len, source, config.given, fields=fields)
-    return replace(config, data=replace(config.data, max_seq_len=length))
 
 
 def note_unused_margins(setup: SupervisedSetup) -> None:

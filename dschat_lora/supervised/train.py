@@ -10,7 +10,7 @@ import torch
 
 from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.data.loader import Loader, StepLoader, Tail
+from dschat_lora.data.loader import Loader
 from dschat_lora.data.samples import Samples, TokenSet
 from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.build import TrainEngine
@@ -32,8 +32,8 @@ from dschat_lora.runtime.loop import (
     small_data_warning,
     standard_schedule,
 )
+from dschat_lora.runtime.roles import trained_elements
 from dschat_lora.runtime.run import OpenRun
-from dschat_lora.runtime.setup import trained_elements
 from dschat_lora.supervised.batching import BatchLayout, row_share, rows_per_step, train_loader
 from dschat_lora.supervised.evaluation import (
     SampleAnswers,
@@ -117,9 +117,7 @@ def train(
             extra_flops=extra_flops,
             ends_early=partial(ends_early, run, evaluator.results),
         )
-    if config.data.tail is not None:
-        tail: Tail = config.data.tail
-        tail.record(run, loader.state(), has_ended=loader.has_ended, step=progress.step)
+    loader.record(run, progress.step)
     if schedule.num_steps and answers is not None:
         answers.show("after")
     # Without a step there is nothing to save, unless base and adapter are to become one model.
@@ -161,9 +159,9 @@ def size_warnings(setup: SupervisedSetup, loader: Loader, schedule: TrainSchedul
     optim = setup.config.optim
     length = length_warning(optim, schedule.num_steps)
     warnings = [] if length is None else [length]
-    if not isinstance(loader, StepLoader):
-        return warnings
     counts, batch = loader.counts, setup.config.batch
+    if counts is None:
+        return warnings
     small, shares = None, row_share(setup)["world_size"]
     if not optim.max_steps and not batch.tokens_per_device:
         small = small_data_warning(
@@ -193,20 +191,15 @@ def _make_checkpointer(
     parts: dict[str, Stateful],
     on_checkpoint: Callable[[int], None] | None,
 ) -> Checkpointer:
-    rows: dict[str, Any]
-    if isinstance(loader, StepLoader):
-        rows = {"packing": loader.packs, "rows": loader.num_rows}
-    else:
-        tail: Tail = setup.config.data.tail
-        rows, parts = {"stream": tail.identity(setup.config.data)}, {**parts, "stream": loader}
+    stream: dict[str, Stateful] = {"stream": loader} if loader.state() else {}
     return Checkpointer(
         setup.run,
         engines={"model": EngineState(engine, setup.adapted.model)},
-        parts=parts,
+        parts=parts | stream,
         identity={
             **setup.identity,
             "stage": setup.run.stage,
-            **rows,
+            **loader.identity(),
             "rows_per_step": rows_per_step(setup),
             "tokens_per_device": setup.config.batch.tokens_per_device or None,
         },

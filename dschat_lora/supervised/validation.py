@@ -25,8 +25,8 @@ from dschat_lora.runtime.validation import (
     check_sources_are_kept,
     check_stage,
     find_model_of,
-    fitting_length,
     with_deepspeed_json,
+    with_fitting_lengths,
     with_recomputation,
 )
 
@@ -57,17 +57,6 @@ def with_bundled_data(config: ConfigT, inputs: Inputs) -> ConfigT:
     if not (data.data_path or data.sft_only_data_path):
         data = with_bundled(data, config.given, max_seq_len=BUNDLED_SEQ_LEN)
     return replace(config, data=data)
-
-
-def with_fitting_length(config: ConfigT, inputs: Inputs) -> ConfigT:
-    """With a length that the model has positions for; one that was typed and has not is refused."""
-    length = fitting_length(
-        config.data.max_seq_len,
-        inputs.sources.of(MODEL),
-        config.given,
-        rope_scaling=config.model.rope_scaling,
-    )
-    return replace(config, data=replace(config.data, max_seq_len=length))
 
 
 def check_budget(config: SupervisedConfig, inputs: Inputs) -> None:
@@ -117,7 +106,7 @@ SUPERVISED_CHECKS: tuple[Check[Any, Inputs], ...] = (
     with_bundled_data,
     *MODEL_CHECKS,
     lambda config, _: config.settled(),
-    with_fitting_length,
+    with_fitting_lengths,
     check_budget,
     check_bundled_data,
     lambda config, _: through_addons(config, "before_data"),

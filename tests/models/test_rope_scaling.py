@@ -9,11 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dschat_lora.checkpoint.export import save_adapter, save_merged
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.options import parse_config
+from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.models.build import build_causal_lm
 from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.models.source import find_model
-from dschat_lora.runtime.validation import fitting_length
+from dschat_lora.runtime.validation import Inputs, Sources, with_fitting_lengths
 from helpers.runs import CARD, NoTokenizer
 from helpers.tiny import VOCAB
 
@@ -84,13 +86,17 @@ def test_adapter_and_merged_model_bring_the_scaling_along(model_directory, tmp_p
 
 
 def test_longer_rows_are_refused_and_told_of_the_scaling_that_reaches_them(model_directory):
-    source, given = find_model(model_directory("llama")), frozenset({"max_seq_len"})
+    def fitted(kind, *more):
+        argv = ["--max_seq_len", "200", *more]
+        sources = Sources({"model": find_model(model_directory(kind))})
+        config = with_fitting_lengths(parse_config(SupervisedConfig, argv), Inputs(sources, ()))
+        return config.data.max_seq_len
+
     with pytest.raises(ValueError, match="has 64 positions; --rope_scaling .*yarn.*: 4}' reaches"):
-        fitting_length(200, source, given)
-    assert fitting_length(200, source, given, rope_scaling=json.dumps(YARN)) == 200
-    opt = find_model(model_directory("opt"))
+        fitted("llama")
+    assert fitted("llama", "--rope_scaling", json.dumps(YARN)) == 200
     with pytest.raises(ValueError, match="positions$"):  # learnt ones
-        fitting_length(200, opt, given)
+        fitted("opt")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dschat_lora.config.addons import written_by_addons
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.report.directory import leftovers, open_alone
 from dschat_lora.runtime.directory import RunDirectory
-from dschat_lora.runtime.setup import record_models
+from dschat_lora.runtime.roles import record_models
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -48,8 +48,7 @@ from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.watch.throughput import FlopCounter
 from dschat_lora.runtime.graphs import with_graphs
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, plan_memory
-from dschat_lora.runtime.roles import OneRole, engines_of, trained_models
-from dschat_lora.runtime.setup import trained_elements
+from dschat_lora.runtime.roles import OneRole, engines_of, trained_elements, trained_models
 from dschat_lora.runtime.validation import Sources
 
 # Of a card's bandwidth, that decoding reaches beside what its kernels take for themselves: what was

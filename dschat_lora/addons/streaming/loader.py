@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain
 from queue import Full, Queue
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from dschat_lora.data.row_arrays import Indices
 from dschat_lora.data.rows import DataKind, config_sources, row_options
 from dschat_lora.data.samples import SourcedSamples, TokenSet, read_table
 from dschat_lora.data.sources import StreamError
+
+if TYPE_CHECKING:
+    from dschat_lora.runtime.run import OpenRun
 
 POLL = 0.1  # seconds between two looks at whether reading is to end
 PATIENCE = 10  # seconds in which it does, unless a read hangs
@@ -197,11 +200,21 @@ class StreamedRows:
     how many of its rows were used: to resume is to read this one block again.
     """
 
+    counts: SampleCounts | None = None
+    num_rows, packs, reads_ahead = 0, False, True
+
     def __init__(
-        self, stream: Blocks, *, taken: int, kind: DataKind, say: Callable[[str], object]
+        self,
+        stream: Blocks,
+        *,
+        taken: int,
+        kind: DataKind,
+        say: Callable[[str], object],
+        sources: str = "",
     ) -> None:
-        """Nothing is read yet; ``taken`` are the rows of a time."""
+        """Nothing is read yet; ``taken`` are the rows of a time, ``sources`` what is read."""
         self._stream, self._taken, self._kind, self._say = stream, taken, kind, say
+        self._sources = sources
         self._state: dict[str, Any] = {
             "start": None,  # of the block of the last row; None: nothing was read
             "used": 0,  # rows of that block
@@ -221,6 +234,16 @@ class StreamedRows:
     def restore(self, state: dict[str, Any]) -> None:
         counters = {name: Counter(state[name]) for name in ("unused", "read")}
         self._state = {**state, **counters}
+
+    def identity(self) -> dict[str, Any]:
+        """What is read, of which the state is a place."""
+        return {"stream": self._sources}
+
+    def record(self, run: "OpenRun[Any]", step: int) -> None:
+        """Record what was read in so many steps, and say where the data ended before the run."""
+        run.record.update({"stream": {name: self.state()[name] for name in ("unused", "read")}})
+        if self.has_ended and step < run.config.optim.max_steps:
+            run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
     def take(self) -> Iterator[Taken]:
         """The rows of each time from the state on, until the data ends.
@@ -301,6 +324,7 @@ class StreamLoader(StreamedRows):
         kind: DataKind,
         seed: int,
         say: Callable[[str], object],
+        sources: str = "",
         **options: Any,
     ) -> None:
         """Prepare the steps; nothing is read yet.
@@ -309,7 +333,7 @@ class StreamLoader(StreamedRows):
         ``taken`` are the rows, or groups of a budget, of a step; ``names`` those of the training
         sources; ``options`` are a ``StepLoader``'s.
         """
-        super().__init__(stream, taken=taken, kind=kind, say=say)
+        super().__init__(stream, taken=taken, kind=kind, say=say, sources=sources)
         self._pack, self._names, self._seed = pack, names, seed
         self._options = {**options, "seed": seed}
         self.steps_per_epoch = steps  # as the length of a pass is not known

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dschat_lora.config.data import DataConfig
 from dschat_lora.config.groups import require_numbers
 from dschat_lora.config.options import option
 
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from dschat_lora.addons.streaming.loader import StreamLoader
     from dschat_lora.addons.streaming.prompts import PromptStream
     from dschat_lora.data.sources import DataSource
-    from dschat_lora.runtime.run import OpenRun
     from dschat_lora.supervised.batching import BatchLayout
     from dschat_lora.supervised.setup import SupervisedSetup
 
@@ -22,7 +20,6 @@ class StreamingOptions:
     """Whether rows are read while training, and how many are shuffled at a time."""
 
     fixed: ClassVar = ("streaming", "shuffle_buffer_size")
-    about: ClassVar = "rows that are streamed"
 
     streaming: bool = option(
         False,
@@ -86,11 +83,6 @@ class StreamingOptions:
 
         return load_hub(source, streaming=True)
 
-    def identity(self, *data: DataConfig | None) -> str:
-        from dschat_lora.addons.streaming.loader import describe_sources
-
-        return " ".join(map(describe_sources, filter(None, data)))
-
     def loader(self, setup: "SupervisedSetup", layout: "BatchLayout") -> "StreamLoader":
         from dschat_lora.addons.streaming.runs import make_loader
 
@@ -105,11 +97,3 @@ class StreamingOptions:
         from dschat_lora.addons.streaming.runs import make_source
 
         return make_source(*args, **how)
-
-    def record(
-        self, run: "OpenRun[Any]", state: dict[str, Any], *, has_ended: bool, step: int
-    ) -> None:
-        """Record what was read, and say where the data ended before the run."""
-        run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
-        if has_ended and step < run.config.optim.max_steps:
-            run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")

@@ -36,12 +36,13 @@ class PromptStream(StreamedRows):
         seed: int,
         iteration: Callable[[], int],
         say: Callable[[str], object],
+        sources: str = "",
     ) -> None:
         """Nothing is read yet.
 
         ``most`` bounds the iterations of the run; ``iteration`` is the one that is next.
         """
-        super().__init__(stream, taken=per_iteration, kind=kind, say=say)
+        super().__init__(stream, taken=per_iteration, kind=kind, say=say, sources=sources)
         self.per_iteration, self._seed, self._iteration = per_iteration, seed, iteration
         self.iterations_per_epoch = most  # as the length of a pass is not known
         self._state.update({"iteration": 0, "short": {}, "passes": {}, "end": None})

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dschat_lora.addons.streaming.loader import Stream, StreamLoader
+from dschat_lora.addons.streaming.loader import Stream, StreamLoader, describe_sources
 from dschat_lora.config.data import DataConfig
 from dschat_lora.data.loader import sources_in_metrics
 from dschat_lora.data.packing import PackedRows, SampleCounts, make_rows
@@ -99,6 +99,7 @@ def make_loader(setup: SupervisedSetup, layout: BatchLayout) -> StreamLoader:
         names=sources_in_metrics(data, setup.data),
         kind=setup.config.kind,
         say=say,
+        sources=describe_sources(data),
         **options,
     )
 
@@ -124,7 +125,9 @@ def make_source(
     setup: "RlhfSetup", data: DataConfig, head: Prepared, *, kind: DataKind, **how: Any
 ) -> "PromptStream":
     """The samples of each iteration of step 3."""
-    from dschat_lora.addons.streaming.prompts import PromptStream  # has what is of step 3 alone
+    # They have what is of step 3 alone.
+    from dschat_lora.addons.streaming.prompts import PromptStream
+    from dschat_lora.rl.options.inputs import text_data
 
     return PromptStream(
         SharedStream(setup, data, head, phase=3, kind=kind),
@@ -132,5 +135,6 @@ def make_source(
         kind=kind,
         seed=setup.config.run.seed,
         say=setup.run.log.say,
+        sources=" ".join(map(describe_sources, filter(None, (data, text_data(setup.config))))),
         **how,
     )

@@ -73,6 +73,12 @@ class Source(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state` returned."""
 
+    def identity(self) -> dict[str, Any]:
+        """What is read and how, for the identity of a run's state."""
+
+    def record(self, run: Any, step: int) -> None:
+        """Record what was read in so many steps, where that shows only then."""
+
 
 @dataclass(frozen=True)
 class PromptOrder:
@@ -126,6 +132,12 @@ class PromptOrder:
 
     def restore(self, state: dict[str, Any]) -> None:
         assert not state
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def record(self, run: Any, step: int) -> None:
+        pass
 
 
 @dataclass(frozen=True)

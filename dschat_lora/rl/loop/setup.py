@@ -11,10 +11,9 @@ from dschat_lora.data.encoder import describe_tokenizer
 from dschat_lora.data.prepare import Prepared
 from dschat_lora.engine.distributed import data_rank
 from dschat_lora.lora.layers import value_bytes
-from dschat_lora.models.build import AdaptedModel, as_trained
+from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
-from dschat_lora.models.loading import Tokenizer, load_config, load_tokenizer
-from dschat_lora.models.option_checks import position_limit
+from dschat_lora.models.loading import Tokenizer, load_tokenizer
 from dschat_lora.rl.draw.player import AsksForColumns, OneTurn, Player
 from dschat_lora.rl.learn.reference import ActorAsItWas, Answers, Reference
 from dschat_lora.rl.learn.roles import Models, build_roles
@@ -24,7 +23,6 @@ from dschat_lora.rl.loop.memory import (
     plan_costs,
     rollout_words,
 )
-from dschat_lora.rl.loop.validation import fit_lengths
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer, text_data
 from dschat_lora.rl.options.role_config import option_errors_for
@@ -36,6 +34,7 @@ from dschat_lora.runtime.roles import (
     engines_of,
     record_memory,
     resolve_micro_batches,
+    with_loaded_lengths,
     with_ruled_rates,
 )
 from dschat_lora.runtime.run import OpenRun
@@ -91,7 +90,7 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         prepare_to_compile(run)
     sources = find_sources(config)
     check_same_models(sources.by_role)
-    config = _with_fitting_lengths(config, sources)
+    config = with_loaded_lengths(config, sources)
     group = tensor_group(config.parallel)
     check_layers(config, sources, group)
     config = with_ruled_rates(config, sources, run)
@@ -177,16 +176,6 @@ def _read_data(
         remedy = f"--unsupervised_dataset_name {name} holds no text to learn from"
         text = read(data, "pretraining text", remedy)
     return RlhfData(prompts, text, reference.answers(read))
-
-
-def _with_fitting_lengths(config: RlhfConfig, sources: Sources) -> RlhfConfig:
-    """With lengths that the models have positions for; those of the hub are known only here."""
-    limits = []
-    for role, source in sources.by_role.items():
-        with option_errors_for(role):
-            model = as_trained(config.model_of(role), source)
-            limits.append(position_limit(load_config(source.base, model).to_dict(), {}))
-    return fit_lengths(config, limits)
 
 
 def _load_tokenizer(config: RlhfConfig, sources: Sources) -> Tokenizer:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from dschat_lora.config.addons import groups_of
-from dschat_lora.data.loader import Tail
 from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
@@ -25,7 +24,6 @@ from dschat_lora.rl.loop.setup import RlhfSetup, set_up
 from dschat_lora.rl.loop.trainer import RlhfTrainer
 from dschat_lora.rl.loop.validation import check_rlhf
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.response.errors import (
     FullAfterReleaseError,
     FullWhileDecodingError,
@@ -178,16 +176,14 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
 
 
 def _make_checkpointer(trainer: RlhfTrainer, evaluator: RlhfEvaluator) -> Checkpointer:
-    setup, schedule, config = trainer.setup, trainer.schedule, trainer.config
+    setup, schedule = trainer.setup, trainer.schedule
     identity = {
         **setup.identity,
         "stage": setup.run.stage,
         "rows_per_step": schedule.rows_per_step,
         "responses": schedule.source.per_iteration * schedule.num_generations,
+        **schedule.source.identity(),
     }
-    if config.data.tail is not None:
-        tail: Tail = config.data.tail
-        identity["stream"] = tail.identity(config.data.data, text_data(config))
     models, trained = setup.models.roles.models, trainer.engines.trained.items()
     engines: dict[str, Any] = {n: EngineState(each, models[n].model) for n, each in trained}
     return Checkpointer(
@@ -215,10 +211,7 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
         name: {"seconds": progress.seconds[name], "flops": progress.flops[name]} for name in PHASES
     }
     run.record.update({"results": results, "phases": phases})
-    source = trainer.schedule.source
-    if config.data.tail is not None:
-        tail: Tail = config.data.tail
-        tail.record(run, source.state(), has_ended=source.end is not None, step=progress.step)
+    trainer.schedule.source.record(run, progress.step)
     if not progress.step and not config.run.merge_adapter:
         return
     if progress.step:

@@ -1,14 +1,11 @@
 """Validation of step 3: its checks in their order, before anything heavy is imported."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.values import parse_rope_scaling
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import check_some_prompt_fits, check_sources
 from dschat_lora.data.templates import read_chat_template
-from dschat_lora.models.option_checks import position_limit
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.algorithms import Correction
 from dschat_lora.rl.options.config import RlhfConfig, check_weights
@@ -26,7 +23,6 @@ from dschat_lora.runtime.checks import (
     Check,
     check_bundled_data_fits,
     check_lora_options,
-    model_fields,
     with_bundled,
 )
 from dschat_lora.runtime.directory import check_output_dir
@@ -39,6 +35,7 @@ from dschat_lora.runtime.validation import (
     with_base_bits,
     with_continued_adapters,
     with_deepspeed_json,
+    with_fitting_lengths,
     with_recomputation,
 )
 
@@ -128,32 +125,6 @@ def check_context_parallel(config: RlhfConfig, inputs: Inputs) -> None:
             f"--context_parallel_size {config.parallel.context_parallel_size} divides the rows of "
             "steps 1 and 2; step 3 takes them whole: leave it out"
         )
-
-
-def with_fitting_lengths(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
-    """With lengths that local models have positions for; longer ones are refused if typed."""
-    sources = inputs.sources.by_role.values()
-    limits = [position_limit(model_fields(s), parse_rope_scaling(s.rope_scaling)) for s in sources]
-    return fit_lengths(config, limits)
-
-
-def fit_lengths(config: RlhfConfig, limits: Iterable[int | None]) -> RlhfConfig:
-    """With lengths that models of so many positions have room for.
-
-    Raises:
-        ValueError: if longer ones were typed.
-    """
-    data, given = config.data, config.given
-    limit = min((n for n in limits if n is not None), default=data.max_seq_len)
-    if data.max_seq_len <= limit:
-        return config
-    if given & BUNDLED_LENGTHS.keys():
-        raise ValueError(
-            f"--max_prompt_seq_len {data.max_prompt_seq_len} and --max_answer_seq_len "
-            f"{data.max_answer_seq_len} need {data.max_seq_len} positions, the models have {limit}"
-        )
-    data = replace(data, max_prompt_seq_len=limit - limit // 2, max_answer_seq_len=limit // 2)
-    return replace(config, data=data)
 
 
 def check_num_generations(config: RlhfConfig, inputs: Inputs) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from dschat_lora.config.addons import addon_options, groups_of, load, provided
 from dschat_lora.config.classic import ClassicConfig
@@ -375,6 +375,20 @@ class RlhfConfig(StageConfig):
         if (own := self.reference) is not None and role == own.role:
             return own.model(self.load)
         return super().model_of(role)
+
+    def fitted(self, limit: int) -> Self:
+        data, typed = self.data, {"max_prompt_seq_len", "max_answer_seq_len"} & self.given
+        if data.max_seq_len <= limit:
+            return self
+        if typed:
+            raise ValueError(
+                f"--max_prompt_seq_len {data.max_prompt_seq_len} and --max_answer_seq_len "
+                f"{data.max_answer_seq_len} need {data.max_seq_len} positions, the models have "
+                f"{limit}"
+            )
+        half = limit // 2
+        data = replace(data, max_prompt_seq_len=limit - half, max_answer_seq_len=half)
+        return replace(self, data=data)
 
     @property
     def rule_of_rates(self) -> tuple[str, float | None]:
