@@ -1,17 +1,13 @@
 """On a fake card: the first hour, whose values are made up, and plans beside what is taken."""
 
-from dataclasses import replace
-
 import pytest
 
-from benchmarks.common.shapes import SHAPES
-from benchmarks.scaling import adapted
 from dschat_lora.addons.pipeline.placeholders import write_config
 from dschat_lora.addons.planning.cards import Card
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.addons.planning.published import PUBLISHED, published_name
 from dschat_lora.perf.launches import count_launches
-from fakecuda.test_training import LAYERS, ROWS, train
+from fakecuda.test_training import LAYERS, ROWS, random_shape, train
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
@@ -79,7 +75,7 @@ def test_a_block_launches_as_many_kernels_as_are_counted_by_rule(fake_device, sh
         return two - one
 
     def rule(layers):
-        return count_launches(adapted(replace(SHAPES[shape], num_layers=layers, lora_dim=16)))
+        return count_launches(random_shape(shape, layers=layers))
 
     def steps(layers):
         launched = fake_device.run(
