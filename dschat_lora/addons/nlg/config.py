@@ -24,9 +24,7 @@ from dschat_lora.config.when import base_rate_note
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]
-MetricName = Literal[
-    "bleu", "nist", "meteor", "rouge_l", "cider", "ter", "chrf", "ter_pyter", "chrf++"
-]
+MetricName = Literal["bleu", "nist", "meteor", "rouge_l", "cider", "ter", "chrf"]
 ModelCard = Literal["gpt2.sm", "gpt2.md", "gpt2.lg"]
 #: hub name of the base that microsoft/LoRA means by each --model_card
 CARDS: Mapping[str, str] = {
@@ -148,9 +146,7 @@ class EvaluateConfig:
         "takes them, or with --ref_num N files REFERENCES0, REFERENCES1, ... of one a text",
     )
     hypotheses: str | None = option(None, help="written texts of --references, one a line")
-    metrics: tuple[MetricName, ...] = option(
-        (), help="those to compute; all but ter_pyter and chrf++ when absent"
-    )
+    metrics: tuple[MetricName, ...] = option((), help="those to compute; all when absent")
     profile: Profile = option(
         "e2e",
         help="how texts are prepared: e2e as they are; webnlg, dart split at every sign that is "
