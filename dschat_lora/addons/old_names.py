@@ -74,7 +74,7 @@ OLD_NAMES = {
     "report.markup": "report.texts addons.report.markup addons.audit.findings",
     "report.rollouts": "report.rollout_file addons.report.rollouts",
     "report.trackers": "addons.trackers.trackers",
-    "rl.advice": "addons.planning.rl_memory_advice rl.response.errors",
+    "rl.advice": "addons.planning.memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.config": "rl.options.config rl.options.names addons.distill.stage",
@@ -104,7 +104,7 @@ OLD_NAMES = {
     "rl.draw.rollouts_ahead": "addons.engines.rollouts_ahead",
     "rl.draw.server_engine": "addons.engines.server_engine",
     "rl.draw.vllm_server": "addons.engines.vllm_server",
-    "rl.loop.advice": "addons.planning.rl_memory_advice rl.response.errors",
+    "rl.loop.advice": "addons.planning.memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
