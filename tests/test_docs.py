@@ -125,7 +125,7 @@ OWN = {
     "rollouts": {"best", "worst", "prompt", "contains", "changed", "limit", "json"},
     "pipeline": {"dry_run"},
     "plan": {"for", "num_gpus", "json"},
-    "doctor": {"json", "no_training", "first_hour"},
+    "doctor": {"json", "no_training"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }
 # Of the add-on that docs/extending.md writes, which has a test of its own.
