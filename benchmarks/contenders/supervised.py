@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from benchmarks.common.bundled import make_engine
+from benchmarks.common.engine import make_engine
 from benchmarks.common.pair_data import PAD_ID, load_tokenizer
 from benchmarks.common.turns import Work
 from benchmarks.contenders.common import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.common.bundled import make_engine
+from benchmarks.common.engine import make_engine
 from benchmarks.common.ppo_task import word_tokenizer
 from benchmarks.common.turns import DeviceTimer, has_trl
 from benchmarks.contenders.common import (

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 from dschat_lora.config.data import DataConfig
@@ -27,7 +26,7 @@ from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer, text_data
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
-from dschat_lora.runtime.memory import GIB, MemoryPlan, explaining_memory, free_memory
+from dschat_lora.runtime.memory import GIB, explaining_memory, free_memory
 from dschat_lora.runtime.roles import (
     check_layers,
     describe_roles,
@@ -106,14 +105,14 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     data = _read_data(config, tokenizer, run, reference, asking, sources.of("actor").base)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = engines_of(config), free_memory()
-    build = partial(
-        build_roles,
+    roles = build_roles(
+        config,
         sources=sources,
         tokenizer=tokenizer,
         dtype=settings["actor"].torch_dtype,
         group=group,
+        meta=builds_shapes_alone(config.run, settings.values()),
     )
-    roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     roles.take(data.prompts.media, sources)
     config = resolve_micro_batches(
         run,
@@ -134,15 +133,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
         recorded=costs.recorded,
     )
     if run.directory is not None:
-
-        def planned(other: RlhfConfig) -> MemoryPlan | None:
-            of_other = roles
-            if other.load.base_bits != config.load.base_bits:
-                of_other = build(other, meta=True)
-            return memory_plan(other, of_other)
-
         run.closing.enter_context(
-            explaining_memory(run.directory, costs.plan, "rl_memory", config, costs.plan, planned)
+            explaining_memory(run.directory, costs.plan, "rl_memory", config, costs.plan)
         )
         setup = replace(setup, identity=_identity(setup))
         models.shard()
