@@ -38,12 +38,13 @@ from dschat_lora.report.log import RunLog
 from dschat_lora.rl.loop.memory import cache_bytes, decoding_by_memory
 from dschat_lora.runtime.graphs import record_training
 from dschat_lora.runtime.memory import MemoryPlan
-from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule, train_steps
+from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
 from helpers.addons import of_addon
 from helpers.roles import config_of
 from helpers.runs import NoKeeper, loader
+from helpers.steps import train_steps
 from helpers.tensor_memory import divided_among
 
 CUDA = torch.device("cuda", 0)
