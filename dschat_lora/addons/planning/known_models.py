@@ -8,13 +8,13 @@ from dschat_lora.addons.planning.families import COLUMNS, Families, read_familie
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.addons.planning.published import with_placeholders
 from dschat_lora.config.groups import ModelConfig
-from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.loading import read_config
 from dschat_lora.models.option_checks import check_divides
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
 from dschat_lora.report.terminal import log_once, to_json, wrapped
+from dschat_lora.runtime.roles import OneRole
 
 # What each stage needs beside the model, to check whether it would start.
 _STAGES: Mapping[str, Mapping[str, Any]] = {
@@ -56,8 +56,8 @@ def model_facts(name: str, families: Families) -> dict[str, Any]:
                 facts["refused"][stage] = str(error)
             else:
                 plan = planned.plan
-                if isinstance(plan.models, AdaptedModel):
-                    model = plan.models.model
+                if isinstance(plan.models, OneRole):
+                    model = plan.models.adapted.model
                     learning = coverage(model)
                     facts |= {"parameters": plan.parameters[0], "learns": learning.to_dict()}
                     facts["warning"] = learning.warning

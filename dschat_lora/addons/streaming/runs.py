@@ -122,12 +122,16 @@ def make_text_loader(
 
 
 def make_source(
-    setup: "RlhfSetup", data: DataConfig, head: Prepared, *, kind: DataKind, **how: Any
+    setup: "RlhfSetup",
+    data: DataConfig,
+    head: Prepared,
+    *,
+    kind: DataKind,
+    beside: DataConfig | None,
+    **how: Any,
 ) -> "PromptStream":
-    """The samples of each iteration of step 3."""
-    # They have what is of step 3 alone.
-    from dschat_lora.addons.streaming.prompts import PromptStream
-    from dschat_lora.rl.options.inputs import text_data
+    """The samples of each iteration of step 3; ``beside`` is other data that the run streams."""
+    from dschat_lora.addons.streaming.prompts import PromptStream  # has what is of step 3 alone
 
     return PromptStream(
         SharedStream(setup, data, head, phase=3, kind=kind),
@@ -135,6 +139,6 @@ def make_source(
         kind=kind,
         seed=setup.config.run.seed,
         say=setup.run.log.say,
-        sources=" ".join(map(describe_sources, filter(None, (data, text_data(setup.config))))),
+        sources=" ".join(map(describe_sources, filter(None, (data, beside)))),
         **how,
     )

@@ -19,6 +19,7 @@ from dschat_lora.rl.draw.generator import Generator, Rollouts
 from dschat_lora.rl.draw.source import Draws, PromptOrder, Source, prompts_per_iteration
 from dschat_lora.rl.loop.schedule import RlhfProgress, RlhfSchedule
 from dschat_lora.rl.loop.setup import RlhfSetup
+from dschat_lora.rl.options.inputs import text_data
 from dschat_lora.rl.response.response import Response
 from dschat_lora.rl.score.scores import Scores
 from dschat_lora.rl.watch.metrics import source_metrics, version_metrics
@@ -151,6 +152,7 @@ def _source(
     if data.tail is not None:
         tail: Tail = data.tail
         how: dict[str, Any] = {"per_iteration": per_iteration, "iteration": iteration, "kind": kind}
+        how["beside"] = text_data(config)
         source: Source = tail.source(setup, data, prepared, **how)
         return source
     count, told = len(prepared.train), sources_in_metrics(config.data.data, setup.data.prompts)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dschat_lora.addons.streaming.options import StreamingOptions
+from dschat_lora.addons.streaming.loader import StreamedRows
 from dschat_lora.config.addons import through_addons
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
@@ -92,8 +92,9 @@ def test_data_that_has_ended_is_said_where_that_ends_the_run(has_ended, step, sa
         record=record,
         log=SimpleNamespace(say=lines.append),
     )
-    state = {"read": {}, "unused": {}, "used": 7}
-    StreamingOptions(True).record(run, state, has_ended=has_ended, step=step)
+    rows = StreamedRows(None, taken=1, kind="samples", say=lines.append)
+    rows.has_ended = has_ended
+    rows.record(run, step)
     assert record == {"stream": {"read": {}, "unused": {}}}
     expected = ["all data was read --max_repeats times: the run ends " + each for each in said]
     assert lines == expected
