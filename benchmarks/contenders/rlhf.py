@@ -206,7 +206,7 @@ def _set_up(
     pairs = (_options(task) | options).items()
     argv = [word for name, value in pairs for word in (f"--{name}", value) if word]
     config = check_rlhf(parse_config(RlhfConfig, argv))
-    run = closing.enter_context(open_run(config, name=config.stage, check=check_rlhf))
+    run = closing.enter_context(open_run(config, check=check_rlhf))
     assert run.directory is not None
     return set_up(run), run.directory / "metrics.jsonl"
 

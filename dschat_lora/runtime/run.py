@@ -86,7 +86,7 @@ class Ending:
 
 @contextmanager
 def open_run(
-    config: StageT, *, name: str, check: Callable[[StageT], StageT], caller: Caller = NOBODY
+    config: StageT, *, check: Callable[[StageT], StageT], caller: Caller = NOBODY
 ) -> Iterator[OpenRun[StageT]]:
     """Join the process group, resolve the config, claim the directory and open the log.
 
@@ -94,6 +94,7 @@ def open_run(
     rank 0 to resolve a resumed run. A run that a callback stopped ends the block without an error.
     """
     with recorded_ending() as ending:
+        name = config.stage
         note = init_distributed()
         config = through_addons(resolved_together(config, check), "on_all_ranks")
         failure_detection.set_timeout(config.run.distributed_timeout)

@@ -72,8 +72,6 @@ class Inputs:
 def check_stage(
     config: StageT,
     checks: Iterable[Check[StageT, Inputs]],
-    *,
-    stage: str,
     find_sources: Callable[[StageT], Sources],
 ) -> StageT:
     """The config of a stage after its checks; see :func:`resolve_stage` of one that is resumed.
@@ -87,7 +85,7 @@ def check_stage(
         config = through_addons(config, "with_data")  # rows that one makes
         return apply_checks(config, Inputs(sources, config.data.data_path), checks)
 
-    return resolve_stage(config, check, stage=stage)
+    return resolve_stage(config, check, stage=config.stage)
 
 
 def with_continued_adapters(config: StageT, inputs: Inputs) -> StageT:

@@ -18,6 +18,7 @@ from dschat_lora.models.build import (
     attach_media,
     build_causal_lm,
     build_reward_model,
+    check_balancing,
 )
 from dschat_lora.models.loading import (
     ModuleT,
@@ -87,6 +88,7 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
     for own in groups_of(config, "before_models"):
         own.before_models()
     source = find_model(config.model.model_name_or_path)
+    check_balancing(source, config.model)
     sources = Sources({MODEL: source})
     check_same_models(sources.by_role)
     group = tensor_group(config.parallel)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.stages import (
@@ -11,13 +12,12 @@ from dschat_lora.config.stages import (
     RewardStageConfig,
     SupervisedConfig,
 )
-from dschat_lora.data.batch import PairCollator, PairLayout
-from dschat_lora.models.build import check_balancing
+from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
+from dschat_lora.data.loader import Collator
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.reward_model import RewardModel
-from dschat_lora.models.source import find_model
 from dschat_lora.runtime.caller import NOBODY, Caller
-from dschat_lora.runtime.run import OpenRun, open_run
+from dschat_lora.runtime.run import open_run
 from dschat_lora.supervised.batching import make_pair_layout, make_sample_layout, resolve_head
 from dschat_lora.supervised.dpo_reference import make_reference
 from dschat_lora.supervised.objectives import SUPERVISED, AnswerLoss
@@ -26,65 +26,69 @@ from dschat_lora.supervised.pair_objectives import (
     dpo_objective,
     reward_objective,
 )
-from dschat_lora.supervised.setup import build_engine, note_unused_margins, set_up
+from dschat_lora.supervised.setup import SupervisedSetup, build_engine, note_unused_margins, set_up
 from dschat_lora.supervised.train import make_answers, train
 from dschat_lora.supervised.validation import check_supervised
+
+ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 
 def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 1, supervised fine-tuning; gives its directory, None for a dry run."""
-    with open_run(config, name=config.stage, check=check_supervised, caller=caller) as run:
-        train_sft(run)  # a function of its own: its engine must not outlive the run
-    return run.directory
-
-
-def train_sft(run: OpenRun[SupervisedConfig]) -> None:
-    """Train, evaluate and save; call on every rank."""
-    check_balancing(find_model(run.config.model.model_name_or_path), run.config.model)
-    setup = set_up(run)
-    if run.directory is None:
-        from dschat_lora.supervised.dry_run import show_plan
-
-        show_plan(setup)
-        return
-    network = CausalLMLoss(
-        setup.adapted.model,
-        router_aux_loss_coef=run.config.model.router_aux_loss_coef,
-        neftune_noise_alpha=run.config.model.neftune_noise_alpha,
-    )
-    engine = build_engine(setup, network)
-    resolve_head(engine, len(setup.tokenizer), run)
-    layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
-    train(setup, engine, setup.data, layout, SUPERVISED, answers=answers)
+    return run_stage(config, caller, train_sft, lambda _: SampleCollator)
 
 
 def run_reward(config: RewardStageConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 2, a reward model from pairs of answers; as :func:`run_sft`."""
-    with open_run(config, name=config.stage, check=check_supervised, caller=caller) as run:
-        train_reward(run)
-    return run.directory
+    return run_stage(config, caller, train_reward, lambda own: planned_collator(own.pairs))
 
 
 def run_dpo(config: DpoStageConfig, caller: Caller = NOBODY) -> Path | None:
     """Direct preference optimisation, and the losses related to it; as :func:`run_sft`."""
-    with open_run(config, name=config.stage, check=check_supervised, caller=caller) as run:
-        train_dpo(run)
+    return run_stage(config, caller, train_dpo, lambda own: loss_of_type(own).collator)
+
+
+def run_stage(
+    config: ConfigT,
+    caller: Caller,
+    train: Callable[[SupervisedSetup, ConfigT], None],
+    collator: Callable[[ConfigT], Callable[[int], Collator]],
+) -> Path | None:
+    """Set up and ``train``, or show the plan of a dry run; gives the directory.
+
+    ``collator`` gives what makes batches of a padding token's id, as far as options tell.
+    """
+    with open_run(config, check=check_supervised, caller=caller) as run:
+        setup = set_up(run)
+        if run.directory is None:
+            from dschat_lora.supervised.dry_run import show_plan
+
+            show_plan(setup, collator(run.config))
+        else:
+            train(setup, run.config)  # a function of its own: its engine must not outlive the run
     return run.directory
 
 
-def train_reward(run: OpenRun[RewardStageConfig]) -> None:
+def train_sft(setup: SupervisedSetup, config: SupervisedConfig) -> None:
     """Train, evaluate and save; call on every rank."""
-    setup = set_up(run)
-    if run.directory is None:
-        from dschat_lora.supervised.dry_run import show_plan
+    network = CausalLMLoss(
+        setup.adapted.model,
+        router_aux_loss_coef=config.model.router_aux_loss_coef,
+        neftune_noise_alpha=config.model.neftune_noise_alpha,
+    )
+    engine = build_engine(setup, network)
+    resolve_head(engine, len(setup.tokenizer), setup.run)
+    layout, answers = make_sample_layout(setup, engine), make_answers(setup, engine)
+    train(setup, engine, setup.data, layout, SUPERVISED, answers=answers)
 
-        show_plan(setup, planned_collator(run.config.pairs))
-        return
-    if run.config.reward.reward_loss != "bradley_terry":
+
+def train_reward(setup: SupervisedSetup, config: RewardStageConfig) -> None:
+    """Train, evaluate and save; call on every rank."""
+    if config.reward.reward_loss != "bradley_terry":
         note_unused_margins(setup)
     engine = build_engine(setup, RewardModel(setup.adapted.model))
-    layout = make_pair_layout(setup, engine, run.config.pairs)
-    train(setup, engine, setup.data, layout, reward_objective(run.config.reward))
+    layout = make_pair_layout(setup, engine, config.pairs)
+    train(setup, engine, setup.data, layout, reward_objective(config.reward))
 
 
 def loss_of_type(config: DpoStageConfig) -> AnswerLoss:
@@ -110,20 +114,14 @@ def planned_collator(pairs: PairConfig) -> Callable[[int], PairCollator]:
     return partial(PairCollator, layout=layout, tight=True)
 
 
-def train_dpo(run: OpenRun[DpoStageConfig]) -> None:
+def train_dpo(setup: SupervisedSetup, config: DpoStageConfig) -> None:
     """Train, evaluate and save; call on every rank."""
-    loss = loss_of_type(run.config)
-    setup = set_up(run)
-    if run.directory is None:
-        from dschat_lora.supervised.dry_run import show_plan
-
-        show_plan(setup, loss.collator)
-        return
+    loss = loss_of_type(config)
     loss.begin(setup)
     engine = build_engine(setup, CausalLMLogprobs(setup.adapted.model))
-    resolve_head(engine, len(setup.tokenizer), run)
+    resolve_head(engine, len(setup.tokenizer), setup.run)
     layout = loss.make_layout(setup, engine)
-    reference = make_reference(setup, engine, layout, run.config.dpo, loss)
+    reference = make_reference(setup, engine, layout, config.dpo, loss)
     train(
         setup,
         engine,

@@ -46,7 +46,7 @@ def check_supervised(config: ConfigT, *, first: Iterable[Check[ConfigT, Inputs]]
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
     checks = (*first, *SUPERVISED_CHECKS)
-    return check_stage(config, checks, stage=config.stage, find_sources=find_model_of)
+    return check_stage(config, checks, find_model_of)
 
 
 def with_bundled_data(config: ConfigT, inputs: Inputs) -> ConfigT:

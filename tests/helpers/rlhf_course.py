@@ -230,7 +230,7 @@ def train_rlhf(argv, *, layer_by_layer=False):
         mock.patch.object(trainer, "Updater", Watched),
         ExitStack() as stack,
         too_large if layer_by_layer else nullcontext(),
-        open_run(config, name=config.stage, check=check_rlhf) as run,
+        open_run(config, check=check_rlhf) as run,
     ):
         for each in (Generator, *of_addon("engines.rollouts_ahead:RolloutsAhead")):
             stack.enter_context(mock.patch.object(each, "__call__", watched(each.__call__)))

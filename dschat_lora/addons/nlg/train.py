@@ -32,7 +32,7 @@ from dschat_lora.supervised.train import make_answers, train
 
 def run_training(config: NlgConfig) -> None:
     """Train, evaluate and save, from a checked config."""
-    with open_run(config, name="nlg", check=check_training) as run:
+    with open_run(config, check=check_training) as run:
         _train(run)  # a function of its own: its engine must not outlive the run
 
 

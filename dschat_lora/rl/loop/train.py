@@ -44,7 +44,7 @@ NOTE = (
 
 def run_rlhf(config: RlhfConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 3, RLHF of an actor on its own responses; gives its directory, None for a dry run."""
-    with open_run(config, name=config.stage, check=check_rlhf, caller=caller) as run:
+    with open_run(config, check=check_rlhf, caller=caller) as run:
         for own in groups_of(config, "before_models"):
             own.before_models()
         setup = set_up(run)

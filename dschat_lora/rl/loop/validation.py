@@ -53,7 +53,7 @@ def check_rlhf(config: RlhfConfig) -> RlhfConfig:
     Raises:
         ValueError: at the first thing that cannot work, naming option, value and remedy.
     """
-    return check_stage(config, RLHF_CHECKS, stage=config.stage, find_sources=find_sources)
+    return check_stage(config, RLHF_CHECKS, find_sources)
 
 
 def with_bundled_prompts(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
