@@ -14,7 +14,7 @@ from curve_run import loss
 from dschat_lora.addons.planning import tune, verbs
 from dschat_lora.addons.planning.config import TuneConfig
 from helpers.spread import ALL
-from helpers.step1 import ROOT, metrics, run
+from helpers.step1 import ROOT, metrics
 
 HERE = Path(__file__).parent
 RATES = (1e-4, 1e-3, 1e-2)
@@ -315,13 +315,12 @@ def _runs_here():
 
 
 @pytest.mark.stage
-def test_a_trial_that_is_not_ended_is_the_run_of_its_command(launcher):
+def test_a_trial_that_is_not_ended_is_the_run_of_its_command(launcher, monkeypatch):
     pytest.importorskip("optuna", reason="needs dschat_lora[planning]")
     # Of so many steps a trial that has lost at the first one is ended before its last.
     short = ["--lora_dim", "4", "--max_seq_len", "32", "--max_steps", "12", "--eval_iters", "1"]
-    words = ["tune", "sft", *short, "--rates", "1e-3", "1e-5", "--output_dir", "out"]
-    done = run([sys.executable, "-m", "dschat_lora", *words], Path())
-    assert done.code == 0, done.err
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the trials
+    verbs.tune(["sft", *short, "--rates", "1e-3", "1e-5", "--output_dir", "out"])
     plain = [*short, "--eval_interval", "1", "--output_dir", "plain"]
     running = launcher.start([*plain, "--lora_learning_rate", "1e-3"], Path.cwd())
     assert running.wait() == [0], running.output()
