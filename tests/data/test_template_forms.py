@@ -156,9 +156,7 @@ FORMS = {
     ),
     "header always, no end": (
         by_role(
-            user="### Instruction:\n$\n\n",
-            said="### Response:\n$\n\n",
-            always="### Response:\n",
+            user="### Instruction:\n$\n\n", said="### Response:\n$\n\n", always="### Response:\n"
         ),
         "",
         (),
@@ -538,8 +536,5 @@ def test_a_system_message_that_stands_with_the_last_question_stays_in_the_prompt
     found = to_records(row, Chat(tokenizer, EOS))
     # by hand, as the model is asked in each turn
     first, second = "[INST]Be kind.; One?[/INST]", "[INST]Be kind.; Two?[/INST]"
-    assert [record.prompt for record in found] == [
-        first,
-        f"[INST]One?[/INST] First.{EOS}{second}",
-    ]
+    assert [record.prompt for record in found] == [first, f"[INST]One?[/INST] First.{EOS}{second}"]
     assert [record.completion for record in found] == [f" First.{EOS}", f" Second.{EOS}"]

@@ -647,10 +647,7 @@ SETTINGS = {
         adapter(alpha_pattern={"q_proj": INF}),
         r"alpha_pattern of 'q_proj' must",
     ),
-    "a base above": (
-        adapter(base_model_name_or_path="../../etc"),
-        r"the base .*/etc",
-    ),
+    "a base above": (adapter(base_model_name_or_path="../../etc"), r"the base .*/etc"),
     "a base in /etc": (adapter(base_model_name_or_path="/etc"), r"/etc of the adapter .*holds no"),
     "a base in /dev/zero": (adapter(base_model_name_or_path="/dev/zero"), r"names /dev/zero"),
     "a base at an address": (adapter(base_model_name_or_path="http://x/y"), r"names http://x/y"),
