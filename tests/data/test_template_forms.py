@@ -421,7 +421,6 @@ def test_a_header_is_told_from_an_end_that_is_the_end_of_sequence():
     assert learnt(tokenizer, [*ONE, *TWO])[0] == answers
 
 
-THOUGHTFUL = "tags of its own for thoughts"
 MARKED = FORMS["next marker, thoughts, closed calls"][0].replace(
     "<|assistant|>\n<think>", "<|assistant|>\n{% generation %}<think>", 1
 )

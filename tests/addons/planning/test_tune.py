@@ -21,9 +21,7 @@ RATES = (1e-4, 1e-3, 1e-2)
 OPTIONS = {"lora_dim": 4, "lora_learning_rate": 1e-3, "max_steps": 27}
 
 
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path, monkeypatch, first_rows):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_directory", "first_rows")
 
 
 def search_of(options=None, stage="sft", **own):
