@@ -268,6 +268,23 @@ def test_a_directory_of_a_search_is_gone_on_with_or_refused(searched):
     assert [each.state.name for each in trials] == ["COMPLETE"]
 
 
+def test_the_lock_of_a_search_links_to_its_file_so_that_that_of_a_killed_one_is_given_up(
+    searched, monkeypatch
+):
+    """Optuna gives up what is 30 seconds old, but waits without end for a link to nothing."""
+    lock, links = sys.modules["optuna"].storages.journal.JournalFileSymlinkLock, []
+    acquire = lock.acquire
+
+    def noted(self):
+        acquire(self)
+        links.append(Path("out/study.log.lock").exists())
+        return True
+
+    monkeypatch.setattr(lock, "acquire", noted)
+    searched(rates=(1e-3,))
+    assert links == [True] * len(links) != []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, *[signal.SIGTERM] * ALL])
 def test_a_search_that_is_killed_goes_on_from_the_checkpoints(searched, number):
     options = {**OPTIONS, "max_steps": 400}
