@@ -42,19 +42,13 @@ class Part(NamedTuple):
         return bool(os.environ.get(self.large or ""))
 
 
-# group 1: 10 minutes at most, as 2; 3: 7 minutes; 4: 6; 5 and 6: 8; 7: 9
 PARTS = {
-    "env": Part("environment", 90, 1),
-    "saving": Part("saving", 120, 1),
     "pairs": Part("supervised", 70, 1, "pairs", "BENCH_PAIRS"),
     "sft": Part("supervised", 90, 1, "sft", "BENCH_SFT", 595),
     "decode": Part("decode", 150, 1, None, "BENCH_DECODE"),
     "ppo": Part("ppo", 240, 2, None, "BENCH_PPO"),
-    "optimizer": Part("optimizer", 45, 2),
     "throughput-1.3b": Part("throughput", 165, 2, "opt-1.3b"),
-    "ragged": Part("ragged", 60, 2),
     "throughput-6.7b": Part("throughput", 240, 3, "opt-6.7b"),
-    "tensor-parallel": Part("tensor_parallel", 105, 3, None, "BENCH_TENSOR", 595),
     "user-sft-1.3b": Part("user_case", 60, 5, "sft-1.3b"),
     "user-ppo-1.3b": Part("user_case", 120, 5, "ppo-1.3b"),
     "user-sft-6.7b": Part("user_case", 120, 5, "sft-6.7b"),

@@ -3,9 +3,9 @@
 #
 #     benchmarks/gpu.sh [PART | GROUP ...]
 #
-# A first machine with a GPU should run `dschat-lora doctor --first_hour` before. gpu.py beside this
-# file has the table of parts, each a process of its own with a limit of time, and of their groups,
-# which take 10 minutes at most; README.md says what they do and which variables make some larger.
+# A first machine with a GPU should run `pytest -m gpu tests/gpu` before. gpu.py beside this file has
+# the table of parts, each a process of its own with a limit of time, and of their groups, which take
+# 10 minutes at most; README.md says what they do and which variables make some larger.
 # Environment:
 #   PYTHON        interpreter that has torch, deepspeed and transformers; default python3
 #   BENCH_OUTPUT  directory of the JSON results; default benchmarks/results

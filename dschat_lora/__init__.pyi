@@ -859,7 +859,6 @@ def rlhf(
     rollout_is_threshold_lower: float = 0.0,
     use_rollout_logprobs: bool = False,
     entropy_coef: float = 0.0,
-    target_entropy: float = 0.0,
     target_kl: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
@@ -1078,7 +1077,6 @@ def rlhf(
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
         use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
         entropy_coef (float): weight of the entropy bonus
-        target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
@@ -1287,7 +1285,6 @@ def distill(
     rollout_is_threshold_lower: float = 0.0,
     use_rollout_logprobs: bool = False,
     entropy_coef: float = 0.0,
-    target_entropy: float = 0.0,
     target_kl: float = 0.0,
     unsupervised_dataset_name: str | None = None,
     unsupervised_dataset_config_name: str | None = None,
@@ -1498,7 +1495,6 @@ def distill(
         rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
         use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
         entropy_coef (float): weight of the entropy bonus
-        target_entropy (float): nats per token below which --entropy_coef grows by 0.005 an iteration, and above which it shrinks and the bonus rests; 0: it stays
         target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
         unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration

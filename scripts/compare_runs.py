@@ -157,7 +157,7 @@ CONFIGURATIONS = {
     "steered": Configuration(
         "step3_rlhf",
         f"{PPO} --ppo_epochs 4 --max_steps 8 --save_interval 4 --critic_warmup_iterations 1 "
-        "--target_entropy 9 --target_kl 0.004 --kl_budget 0.001",
+        "--target_kl 0.004 --kl_budget 0.001",
         processes=(1,),
         half=4,
     ),

@@ -125,7 +125,7 @@ OWN = {
     "rollouts": {"best", "worst", "prompt", "contains", "changed", "limit", "json"},
     "pipeline": {"dry_run"},
     "plan": {"for", "num_gpus", "json"},
-    "doctor": {"json", "no_training", "first_hour"},
+    "doctor": {"json", "no_training"},
     "extract": {"base", "lora_alpha", "enable_lora", "output_dir"},
 }
 # Of the add-on that docs/extending.md writes, which has a test of its own.
@@ -293,7 +293,7 @@ def test_each_figure_of_the_comparison_is_in_the_result_that_its_row_names():
         ("`results/cpu-pairs.json`", "**sft.**", "cpu-pairs"),
         ("`results/cpu-sft.json` is", "**decode.**", "cpu-sft"),
         ("`results/cpu-decode.json`", "**ppo.**", "cpu-decode"),
-        ("`results/cpu-ppo.json`", "**optimizer.**", "cpu-ppo"),
+        ("`results/cpu-ppo.json`", "**throughput.**", "cpu-ppo"),
         ("## Figures of a GPU", None, "nvidia-h200 nvidia-h100-80gb-hbm3 stated"),
         ("## Preparation of data", None, "stated"),
         ("## GRPO beside TRL", None, "stated"),

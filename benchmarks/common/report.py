@@ -107,18 +107,3 @@ def _text(value: Any) -> str:
 def _read(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     return content
-
-
-def with_tables(text: str, tables: Mapping[str, str]) -> str:
-    """A document with tables made anew, each behind its line ``<!-- NAME -->``.
-
-    Raises:
-        ValueError: if it lacks the place of a table.
-    """
-    for name, table in tables.items():
-        place = f"<!-- {name} -->\n"
-        if place not in text:
-            raise ValueError(f"no line {place.strip()!r} for the table {name!r}")
-        before, after = text.split(place)
-        text = before + place + table + re.sub(r"\A(\|.*\n)*", "", after)
-    return text

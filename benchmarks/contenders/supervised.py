@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from benchmarks.common.bundled import make_engine
+from benchmarks.common.engine import make_engine
 from benchmarks.common.pair_data import PAD_ID, load_tokenizer
 from benchmarks.common.turns import Work
 from benchmarks.contenders.common import (
@@ -51,7 +51,7 @@ from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.reward_model import RewardModel
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
-from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.loop import evaluate, queue_steps
 from dschat_lora.supervised.objectives import SUPERVISED, Objective
 from dschat_lora.supervised.pair_objectives import dpo_objective, reward_objective
 
@@ -108,7 +108,8 @@ class Ours:
             seed=SEED,
             collate=self._collate,
         )
-        self._steps = train_steps(self.engine, whole_windows(loader), self._objective, repeat(1.0))
+        windows, rates = whole_windows(loader), repeat(1.0)
+        self._steps = queue_steps(self.engine, windows, self._objective, rates)
 
     def _make_objective(self, rows: PackedRows, micro: int, *, cached: bool) -> Objective:
         if self._task.kind == "sft":
@@ -134,7 +135,7 @@ class Ours:
 
     def step(self) -> Work:
         """The next optimizer step."""
-        counts = next(self._steps).counts
+        counts = next(self._steps)().counts
         is_sft = self._task.kind == "sft"
         return Work(counts.num_tokens if is_sft else counts.num_samples, counts.num_positions)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.common.bundled import make_engine
+from benchmarks.common.engine import make_engine
 from benchmarks.common.ppo_task import word_tokenizer
 from benchmarks.common.turns import DeviceTimer, has_trl
 from benchmarks.contenders.common import (
@@ -34,7 +34,7 @@ from dschat_lora.lora.experts import fused_experts
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.backbone import Backbone
 from dschat_lora.models.loading import share_parameters
-from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.loop import evaluate, queue_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class OurLoop:
     def step(self, batches: Sequence[Batch]) -> bool:
         """An optimizer step; whether it was skipped."""
         self._take_place()
-        (step,) = train_steps(self._engine, [batches], SUPERVISED, [1.0])
-        return step.outcome.skipped
+        (read,) = queue_steps(self._engine, [batches], SUPERVISED, [1.0])
+        return read().outcome.skipped
 
     def loss(self, batch: Batch) -> float:
         """Mean loss per supervised token."""

@@ -11,7 +11,7 @@ GONE_SINCE = "0.3.0"
 # Options that this version has no longer, and their values where they did nothing.
 GONE: Mapping[str, object] = {
     **{"lr_probe": 0, "prompt_lookup_num_tokens": 0, "reward_gate": []},
-    **{"rollout_temperature": None, "oversample": 1.0},
+    **{"rollout_temperature": None, "oversample": 1.0, "first_hour": False, "target_entropy": 0.0},
 }
 
 

@@ -284,11 +284,11 @@ class EngineSettings:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    def gathering(self, zero_stage: int) -> dict[str, int]:
+    def gathering(self) -> dict[str, int]:
         """What decides how much ZeRO 3 holds whole, in elements; none at other stages."""
-        if zero_stage < 3:
+        if self.zero_stage < 3:
             return {}
-        zero = zero_options(self.deepspeed_json, zero_stage, offload=self.offload)
+        zero = zero_options(self.deepspeed_json, self.zero_stage, offload=self.offload)
         return {
             "reuse_distance": int(zero["stage3_max_reuse_distance"]),
             "bucket_size": int(zero["reduce_bucket_size"]),

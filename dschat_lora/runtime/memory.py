@@ -55,56 +55,36 @@ class TrainedModel:
     logit_bytes: int | None = None  # of a loss over whole distributions; None: cross-entropy
     processes: int = 1  # that divide the tokens of a row
 
-    def estimate(
-        self,
-        *,
-        rows: int,
-        length: int,
-        gradient_checkpointing: bool,
-        offload_activations: bool,
-        zero_stage: int,
-    ) -> MemoryEstimate:
-        """Bytes per device at these settings; see :func:`estimate_memory`.
-
-        A step on fewer ``rows`` at a time has more micro-batches.
-        """
-        rows, length = self.grid(rows, length)
+    def estimated(self) -> MemoryEstimate:
+        """Bytes per device as it trains; see :func:`estimate_memory`."""
+        rows, length = self.grid(self.rows, self.length)
+        settings = self.settings
         small = device_type() == "cpu" and self.logit_bytes is None
         masks = 0  # where processes attend to sequences one by one
         if self.processes == 1:
             masks = Backbone(self.model).mask_bytes(
                 device() if planned_varlen() is None else None,
                 length=length,
-                recomputes=gradient_checkpointing,
-                sharded=zero_stage == 3,
+                recomputes=self.recomputes,
+                sharded=settings.zero_stage == 3,
             )
         return estimate_memory(
             self.model,
             rows=rows,
             length=length,
-            compute_dtype=self.settings.torch_dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            zero_stage=zero_stage,
+            compute_dtype=settings.torch_dtype,
+            gradient_checkpointing=self.recomputes,
+            zero_stage=settings.zero_stage,
             world_size=data_world_size(),
-            offload=self.settings.offload,
-            offload_activations=offload_activations,
-            accumulates=self.settings.accumulation_steps > 1 or rows < self.rows,
+            offload=settings.offload,
+            offload_activations=self.offloads,
+            accumulates=settings.accumulation_steps > 1,
             chunk_logits=MAX_CHUNK_LOGITS_CPU if small else MAX_CHUNK_LOGITS,
             logit_bytes=self.logit_bytes,
             context_parallel_size=self.processes,
             mask_bytes=masks,
             has_temporaries=device_type() == "cpu",  # a GPU's share beyond USABLE is for these
-            **self.settings.gathering(zero_stage),
-        )
-
-    def estimated(self) -> MemoryEstimate:
-        """Bytes per device as it trains; see :meth:`estimate`."""
-        return self.estimate(
-            rows=self.rows,
-            length=self.length,
-            gradient_checkpointing=self.recomputes,
-            offload_activations=self.offloads,
-            zero_stage=self.settings.zero_stage,
+            **settings.gathering(),
         )
 
     @property

@@ -88,29 +88,6 @@ def _own_counts(batch: CountedBatch) -> StepCounts:
     )
 
 
-def train_steps(
-    engine: TrainEngine[nn.Module],
-    windows: Iterable[Window | Sequence[Any]],
-    objective: Objective,
-    rate_factors: Iterable[float],
-    *,
-    requests: Callable[[], list[float]] = list,
-) -> Iterator[TrainStep]:
-    """Train on each window of micro-batches, yielding after its optimizer step.
-
-    Each step minimizes the mean loss over all targets (or pairs) of the step, however unevenly
-    they fall on micro-batches and ranks; this is the one place that divides. If that sum is not
-    finite on any rank, no rank's gradient is, and the engine skips the step.
-
-    Every rank must yield the same number of ``windows``, and of micro-batches in each. Where they
-    are no ``Window``, the ranks add up what they hold. ``rate_factors`` multiply the peak learning
-    rates, one for each step; ``requests`` are numbers of this rank to be summed over all along with
-    the loss.
-    """
-    for read in queue_steps(engine, windows, objective, rate_factors, requests=requests):
-        yield read()
-
-
 def queue_steps(
     engine: TrainEngine[nn.Module],
     windows: Iterable[Window | Sequence[Any]],
@@ -119,9 +96,17 @@ def queue_steps(
     *,
     requests: Callable[[], list[float]] = list,
 ) -> Iterator[Callable[[], TrainStep]]:
-    """As :func:`train_steps`, but what it yields waits for the step's results, once it is called.
+    """Train on each window of micro-batches, yielding what reads the results of its optimizer step.
 
-    With an fp16 loss scale the host waits here, as the next step needs to know of an overflow.
+    Each step minimizes the mean loss over all targets (or pairs) of the step, however unevenly
+    they fall on micro-batches and ranks; this is the one place that divides. If that sum is not
+    finite on any rank, no rank's gradient is, and the engine skips the step.
+
+    Every rank must yield the same number of ``windows``, and of micro-batches in each. Where they
+    are no ``Window``, the ranks add up what they hold. ``rate_factors`` multiply the peak learning
+    rates, one for each step; ``requests`` are numbers of this rank to be summed over all along with
+    the loss. What is yielded waits for the step's results, once it is called; with an fp16 loss
+    scale the host waits here, as the next step needs to know of an overflow.
     """
     casts = FactorCasts(engine.module)
     for window, factor in zip(windows, rate_factors, strict=False):

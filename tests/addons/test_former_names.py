@@ -75,7 +75,7 @@ def test_former_modules_are_these():
     experiments.nlg.train experiments.nlg.validation experiments.nlg.verbs generation.search
     lora.deepspeed_chat lora.loralib lora.loralib.layers lora.loralib.utils lora.mixed
     lora.shared models.dequantize models.families models.other_base models.published
-    pipeline.doctor pipeline.first_hour pipeline.hour_checks pipeline.hour_probes pipeline.judge
+    pipeline.doctor pipeline.judge
     pipeline.known_models pipeline.plan pipeline.plan_report pipeline.plan_search
     pipeline.recipe pipeline.run pipeline.stages pipeline.tune pipeline.verbs report.curves
     report.html report.markup report.rollouts report.run_data report.sections report.trackers

@@ -1,11 +1,10 @@
-"""Estimates of KL against its definition, and the controllers of two coefficients by hand."""
+"""Estimates of KL against its definition, and the controller of its coefficient by hand."""
 
 import math
 
 import pytest
 import torch
 
-from dschat_lora.algos.entropy import adapted_entropy_coef, applied_entropy_coef
 from dschat_lora.algos.kl import KL_ESTIMATORS, adapted_kl_coef, kl_k1, kl_k3
 
 LOG2 = math.log(2)
@@ -110,14 +109,3 @@ def test_a_horizon_that_could_turn_the_sign_of_the_coefficient_is_refused():
     with pytest.raises(ValueError, match=r"horizon of 20 samples .* batches of 100.* than 20\.0"):
         adapted_kl_coef(0.1, horizon=20, **step)
     assert adapted_kl_coef(0.1, horizon=21, **step) == pytest.approx(0.1 / 21)
-
-
-def test_the_entropy_coefficient_rises_below_the_target_and_falls_above_it_to_0():
-    """By hand, with the paper's step of 0.005."""
-    coef, applied = 0.0, []
-    for entropy in (0.1, 0.1, 0.3, 0.2, math.nan, 0.25, 0.25, 0.25):
-        coef = adapted_entropy_coef(coef, entropy=entropy, target=0.2)
-        applied.append((coef, applied_entropy_coef(coef, entropy=entropy, target=0.2)))
-    expected = [(0.005, 0.005), (0.01, 0.01), (0.005, 0.0), (0.005, 0.005), (0.005, 0.0)]
-    for pair, wanted in zip(applied, [*expected, *[(0.0, 0.0)] * 3], strict=True):
-        assert pair == pytest.approx(wanted, abs=1e-12)

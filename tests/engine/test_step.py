@@ -14,11 +14,11 @@ from dschat_lora.engine.build import TrainEngine, _buckets
 from dschat_lora.engine.distributed import rank
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.runtime.setup import shard_model
-from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from dschat_lora.supervised.pair_objectives import dpo_objective, reward_objective
 from helpers.runs import engine_settings, release
 from helpers.states import Toy, ToyModel, toy_groups, toy_loss
+from helpers.steps import train_steps
 from helpers.tiny import ragged_samples
 
 pytestmark = pytest.mark.stage

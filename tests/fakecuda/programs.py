@@ -20,8 +20,7 @@ from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2  
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles as it is imported
 
 from benchmarks.common import shapes
-from benchmarks.common.bundled import make_engine
-from benchmarks.parts.tensor_memory import divided_among
+from benchmarks.common.engine import make_engine
 from dschat_lora.config.groups import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES, resolve_dtype
@@ -39,12 +38,14 @@ from dschat_lora.report.log import RunLog
 from dschat_lora.rl.loop.memory import cache_bytes, decoding_by_memory
 from dschat_lora.runtime.graphs import record_training
 from dschat_lora.runtime.memory import MemoryPlan
-from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule, train_steps
+from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
 from helpers.addons import of_addon
 from helpers.roles import config_of
 from helpers.runs import NoKeeper, loader
+from helpers.steps import train_steps
+from helpers.tensor_memory import divided_among
 
 CUDA = torch.device("cuda", 0)
 

@@ -10,7 +10,6 @@ from benchmarks.common import shapes
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.launches import count_launches
-from fakecuda.test_scaling import check_exchanges
 from helpers.spread import ALL
 
 pytestmark = pytest.mark.stage
@@ -164,9 +163,6 @@ def test_memory_of_other_shapes(fake_device, shape, options):
 def test_memory_of_one_of_eight_processes(fake_device, shape, options):
     noted = train(fake_device, shape, world_size=8, layers=LAYERS, **options)
     check_estimate(noted)
-    stage, again = options["zero_stage"], options.get("recompute", False)
-    if shape in ("opt-1.3b", "opt-6.7b", "llama-2-7b") and "lora_dim" not in options:
-        check_exchanges(noted, shape, ranks=8, zero_stage=stage, layers=LAYERS, recomputes=again)
     # DeepSpeed's step and its norm, of groups with and without weight decay, and the loss.
     assert sum(noted["waits"].values()) <= (8 if options.get("lora_dim") == 0 else 5)
 

@@ -8,7 +8,7 @@ from itertools import repeat
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.bundled import make_engine
+from benchmarks.common.engine import make_engine
 from dschat_lora.config.groups import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.model import apply_lora

@@ -26,7 +26,7 @@ from dschat_lora.models.loading import load_config
 from dschat_lora.models.reward_model import RewardModel, load_reward_model
 from dschat_lora.runtime.setup import shard_model
 from dschat_lora.supervised.dpo_reference import WithReference, logprobs_at, reference_logprobs
-from dschat_lora.supervised.loop import evaluate, train_steps
+from dschat_lora.supervised.loop import evaluate
 from dschat_lora.supervised.pair_objectives import answer_logprobs, dpo_objective, reward_objective
 from dschat_lora.supervised.stages import loss_of_type
 from helpers.runs import (
@@ -39,6 +39,7 @@ from helpers.runs import (
     rate_factors,
     release,
 )
+from helpers.steps import train_steps
 from helpers.tensor_parallel import divided_rows
 from helpers.tiny import LENGTH, VOCAB
 

@@ -33,9 +33,9 @@ from dschat_lora.supervised.loop import (
     evaluate,
     fit,
     make_train_schedule,
-    train_steps,
 )
 from dschat_lora.supervised.objectives import SUPERVISED, BatchLoss, causal_lm_loss
+from helpers.steps import train_steps
 from helpers.tensor_parallel import divided, divided_rows, replicas_differ
 from helpers.tiny import LENGTH, VOCAB, ragged_samples
 

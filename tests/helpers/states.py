@@ -15,9 +15,9 @@ from dschat_lora.engine.state import EngineState
 from dschat_lora.engine.zero import gather_to_cpu
 from dschat_lora.runtime.checkpointer import Saver
 from dschat_lora.runtime.setup import shard_model
-from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import LORA, build, engine_settings, loader, overflowing_at, release
+from helpers.steps import train_steps
 from helpers.tiny import ragged_samples
 
 ROWS = 4  # of a step, over all ranks

@@ -16,7 +16,6 @@ from dschat_lora.lora.model import adapter_parameters, apply_lora
 from dschat_lora.lora.parallel import whole_sequences
 from dschat_lora.models.fingerprint import adapter_fingerprint, base_fingerprint
 from dschat_lora.models.loading import load_causal_lm, load_config
-from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import (
     CARD,
@@ -29,6 +28,7 @@ from helpers.runs import (
     rate_factors,
     release,
 )
+from helpers.steps import train_steps
 from helpers.tensor_parallel import divided
 from helpers.tiny import ragged_samples
 

@@ -32,7 +32,7 @@ def run(**options):
 
 
 def test_an_iteration_read_at_its_end_has_the_same_metrics(request):
-    options = {**PPO, "per_device_training_batch_size": 4, "target_entropy": 50.0}
+    options = {**PPO, "per_device_training_batch_size": 4, "adaptive_kl_target": 0.1}
     in_time = numbers(run(**options))
     turns = request.getfixturevalue("turns")
     assert numbers(run(**options)) == in_time

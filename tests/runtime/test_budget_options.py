@@ -119,12 +119,12 @@ def test_the_memory_estimate_is_that_of_the_budget(monkeypatch):
     config = checked("--tokens_per_device", 1300, "--max_seq_len", 512)
     said = {"reuse_distance": 7, "bucket_size": 5}
     settings = SimpleNamespace(
-        torch_dtype=None, offload=False, accumulation_steps=1, gathering=lambda _: said
+        torch_dtype=None, offload=False, accumulation_steps=1, zero_stage=0, gathering=lambda: said
     )
     adapted = SimpleNamespace(model=None)
-    stored = {"gradient_checkpointing": False, "offload_activations": False, "zero_stage": 0}
-    memory.trained_model(adapted, config, settings).estimate(rows=1, length=512, **stored)
+    memory.trained_model(adapted, config, settings).estimated()
     assert (asked[0]["rows"], asked[0]["length"]) == (3, 433)
     assert (said | {"mask_bytes": 3}).items() <= asked[0].items()
-    memory.trained_model(adapted, checked(), settings).estimate(rows=16, length=128, **stored)
+    rows = checked("--per_device_train_batch_size", 16, "--max_seq_len", 128)
+    memory.trained_model(adapted, rows, settings).estimated()
     assert (asked[1]["rows"], asked[1]["length"]) == (16, 128)

@@ -136,4 +136,4 @@ class TeacherConfig:
         """
         if self.beta is None:
             return None
-        return 4 * (9 + 4 * (0 < self.beta < 1) + 3 * config.ppo.has_entropy_bonus)
+        return 4 * (9 + 4 * (0 < self.beta < 1) + 3 * (config.ppo.entropy_coef > 0))

@@ -24,9 +24,7 @@ from dschat_lora.config.when import base_rate_note
 
 Profile = Literal["e2e", "webnlg", "dart"]
 Filter = Literal["all", "seen", "unseen"]
-MetricName = Literal[
-    "bleu", "nist", "meteor", "rouge_l", "cider", "ter", "chrf", "ter_pyter", "chrf++"
-]
+MetricName = Literal["bleu", "nist", "meteor", "rouge_l", "cider", "ter", "chrf"]
 ModelCard = Literal["gpt2.sm", "gpt2.md", "gpt2.lg"]
 #: hub name of the base that microsoft/LoRA means by each --model_card
 CARDS: Mapping[str, str] = {
@@ -50,7 +48,6 @@ class DecodeConfig:
     spellings: ClassVar[Mapping[str, str]] = {
         "data": "data_path",
         "output_file": "output_path",
-        "valid_data": "eval_data_path",
         "beam": "num_beams",
         "eval_len": "max_new_tokens",
         "batch_size": "per_device_eval_batch_size",
@@ -71,14 +68,6 @@ class DecodeConfig:
     work_dir: str | None = option(None, help="directory of a relative --output_path")
     lora_path: str | None = option(
         None, help="file of LoRA factors alone, to put on --model_name_or_path"
-    )
-    epochs: Literal["last", "best", "all"] = option(
-        "last",
-        help="of a run with --save_epochs: the factors of its end, those of the best epoch by "
-        "development BLEU, or of every epoch, one file each (NAME.epoch-1.jsonl, ...)",
-    )
-    eval_data_path: tuple[str, ...] = option(
-        (), help="development files, with references, that --epochs best chooses by"
     )
     lora_dim: int | None = option(
         None, help="rank of the factors; checked, for the weights tell it; 0: there are none"
@@ -127,8 +116,6 @@ class DecodeConfig:
         require(1 <= self.num_beams <= 1000, "num_beams", self.num_beams, "in [1, 1000]")
         require(0 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "in [0, 10]")
         require_numbers(self, ">= 0", "lora_dim")
-        if (self.epochs == "best") != bool(self.eval_data_path):
-            raise ValueError("--epochs best and --eval_data_path, which it chooses by, go together")
         require_numbers(self, "> 0", "repetition_penalty", "lora_alpha")
         for value in self.eos_token_id:
             require(value >= 0, "eos_token_id", value, ">= 0")
@@ -159,9 +146,7 @@ class EvaluateConfig:
         "takes them, or with --ref_num N files REFERENCES0, REFERENCES1, ... of one a text",
     )
     hypotheses: str | None = option(None, help="written texts of --references, one a line")
-    metrics: tuple[MetricName, ...] = option(
-        (), help="those to compute; all but ter_pyter and chrf++ when absent"
-    )
+    metrics: tuple[MetricName, ...] = option((), help="those to compute; all when absent")
     profile: Profile = option(
         "e2e",
         help="how texts are prepared: e2e as they are; webnlg, dart split at every sign that is "
@@ -336,7 +321,7 @@ class NlgConfig(SupervisedConfig):
     save_epochs: bool = option(
         False,
         help="keep the factors of every epoch, lora/epoch-1.safetensors and so on, for decode "
-        "--epochs all",
+        "--lora_path",
         section="output and checkpoints",
     )
     seeds: int = option(

@@ -1,7 +1,7 @@
 """Decoding of meanings into texts by beam search, with the model of a run, a hub or a file."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from dschat_lora.addons.loralib.lora_only import load_lora_only, lora_config_of_
 from dschat_lora.addons.nlg.beam_search import BeamSearch, beam_search
 from dschat_lora.addons.nlg.config import DecodeConfig
 from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
-from dschat_lora.addons.nlg.validation import epoch_files, weights_file
+from dschat_lora.addons.nlg.validation import weights_file
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.config.staging import write_whole
 from dschat_lora.data.encoder import make_encoder
@@ -73,50 +73,16 @@ def run_decode(config: DecodeConfig) -> None:
 
 
 def write_predictions(config: DecodeConfig) -> None:
-    """Search for a text to every meaning and write the files, one for each set of factors."""
+    """Search for a text to every meaning and write the file; call on every rank."""
     source = find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     meanings = read_meanings(config.data_path, tokenizer)
-    files: list[Path | None] = [None] if config.epochs == "last" else [*epoch_files(config)]
-    load = partial(load_model, config, source, tokenizer)
-    output = Path(config.output_path).expanduser()
-    if config.epochs == "best":
-        held_out = read_meanings(config.eval_data_path, tokenizer)
-        bleu = partial(development_bleu, config, tokenizer, load)
-        scores = {str(file): bleu(file, held_out) for file in files}
-        files = [Path(max(scores, key=lambda name: scores[name]))]  # the first of equals
-        report = {"best": str(files[0]), "bleu": scores}
-        path = output.with_suffix(".epochs.json")
-        on_rank_zero(lambda: write_whole(path, json.dumps(report, indent=2) + "\n"))
-        log_once(f"best epoch: {files[0]}")
-    for file in files:
-        model = raise_together(partial(load, epoch=file))
-        ids = search_all(config, tokenizer, model, meanings)
-        lines = prediction_lines(meanings, as_texts(ids, tokenizer), ids)
-        path = output
-        if config.epochs == "all" and file is not None:  # test.epoch-3.jsonl of test.jsonl
-            path = output.with_name(f"{output.stem}.{file.stem}{output.suffix}")
-        on_rank_zero(partial(write_whole, path, "".join(lines)))
-        log_once(f"{len(meanings):,} meanings written to {path}")
-
-
-def development_bleu(
-    config: DecodeConfig,
-    tokenizer: Tokenizer,
-    load: Callable[..., PreTrainedModel],
-    file: Path | None,
-    meanings: Sequence[Meaning],
-) -> float:
-    """BLEU of a file of factors on held-out meanings; the same on every rank."""
-    from dschat_lora.addons.nlg.metrics import bleu  # of an extra
-
-    model = raise_together(partial(load, epoch=file))
-    texts = as_texts(search_all(config, tokenizer, model, meanings), tokenizer)
-    if unwritten := [each.text for each in meanings if not each.references]:
-        raise ValueError(f"--eval_data_path: {unwritten[0]!r} has no reference to compare with")
-    score = bleu(texts, [each.references for each in meanings]).value
-    log_once(f"{file}: development BLEU {score:.2f}")
-    return score
+    model = raise_together(partial(load_model, config, source, tokenizer))
+    ids = search_all(config, tokenizer, model, meanings)
+    text = "".join(prediction_lines(meanings, as_texts(ids, tokenizer), ids))
+    path = Path(config.output_path).expanduser()
+    on_rank_zero(partial(write_whole, path, text))
+    log_once(f"{len(meanings):,} meanings written to {path}")
 
 
 def search_all(
@@ -184,19 +150,16 @@ def as_texts(ids: Sequence[list[int]], tokenizer: Tokenizer) -> list[str]:
     return [clean_text(plain(each)) for each in ids]
 
 
-def load_model(
-    config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer, *, epoch: Path | None = None
-) -> PreTrainedModel:
-    """The model with its factors on this device; those of the file ``epoch`` if it is given.
+def load_model(config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer) -> PreTrainedModel:
+    """The model with its factors on this device.
 
     Raises:
         ValueError: if the weights cannot be read, or do not fit the model or the options.
     """
     dtype = DTYPES[resolve_dtype(config.dtype)]
     base, file, parts = None, None, config.enable_lora
-    path = epoch or (Path(config.lora_path).expanduser() if config.lora_path else None)
-    if path is not None:
-        file = read_lora_only(path)
+    if config.lora_path is not None:
+        file = read_lora_only(Path(config.lora_path).expanduser())
         source = ModelSource(source.base, tokenizer_of_run=source.tokenizer)
     elif (weights := weights_file(config.init_checkpoint)) is not None:
         checkpoint = read_gpt2_checkpoint(weights)

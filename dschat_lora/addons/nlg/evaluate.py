@@ -13,7 +13,7 @@ from dschat_lora.addons.nlg import metrics
 from dschat_lora.addons.nlg.config import EvaluateConfig, MetricName, Profile
 from dschat_lora.addons.nlg.metrics import References, Score, Texts
 from dschat_lora.addons.nlg.predictions import Prediction, chosen_predictions, cleaner
-from dschat_lora.addons.nlg.ter import pyter, ter
+from dschat_lora.addons.nlg.ter import ter
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.terminal import error_message, log_once, table
 from dschat_lora.runtime.stage_main import fail
@@ -80,7 +80,7 @@ def _evaluate_file(
 def chosen_metrics(
     profile: Profile, names: Sequence[MetricName] = ()
 ) -> dict[str, Callable[[Texts, References], Score]]:
-    """Metrics by their titles, in the order of the published tables; all usual ones by default.
+    """Metrics by their titles, in the order of the published tables; all of them by default.
 
     Of E2E, METEOR leaves punctuation out, as e2e-metrics does; of the others it is kept, as in
     GenerationEval.
@@ -94,12 +94,9 @@ def chosen_metrics(
         "rouge_l": ("ROUGE-L", metrics.rouge_l),
         "cider": ("CIDEr", metrics.cider),
         "ter": ("TER", ter),
-        "ter_pyter": ("TER (pyter)", pyter),
         "chrf": ("chrF", metrics.chrf),
-        "chrf++": ("chrF++", metrics.chrf_plus_plus),
     }
-    wanted = names or [name for name in known if name not in ("ter_pyter", "chrf++")]
-    return {title: metric for name, (title, metric) in known.items() if name in wanted}
+    return {title: metric for name, (title, metric) in known.items() if name in (names or known)}
 
 
 def prepared(predictions: list[Prediction], profile: Profile, *, limit: int) -> list[Prediction]:

@@ -89,11 +89,6 @@ def chrf(hypotheses: Texts, references: References) -> Score:
     return _by_sacrebleu(CHRF(), hypotheses, references)
 
 
-def chrf_plus_plus(hypotheses: Texts, references: References) -> Score:
-    """chrF++ in [0, 100]: chrF2 with words and pairs of words too (Popovic 2017)."""
-    return _by_sacrebleu(CHRF(word_order=2), hypotheses, references)
-
-
 def _by_sacrebleu(metric: BLEU | CHRF, hypotheses: Texts, references: References) -> Score:
     value = metric.corpus_score(list(hypotheses), streams(references)).score
     return Score(float(value), str(metric.get_signature()))

@@ -30,7 +30,6 @@ from dschat_lora.runtime.checks import Check, check_task, model_fields, require_
 from dschat_lora.runtime.directory import check_can_be_made, check_file_can_be_made
 from dschat_lora.runtime.validation import StageRules, check_supervised
 
-_METRICS = ("sacrebleu", "nltk")  # packages
 _TARGETS = {"target_modules", "lora_module_name"}
 # Options that set the rate, except in a cycle.
 _RATES = ("lora_learning_rate", "lora_lr_multiplier", "num_warmup_steps")
@@ -238,12 +237,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
     if source.adapter is not None:
         verify_adapter(source.adapter)
     check_task(source, ("CAUSAL_LM",))
-    if config.epochs != "last":
-        epoch_files(config)
-    if config.epochs == "best":
-        require_packages("decode --epochs best", *_METRICS, extra="nlg")
-    data = DataConfig(data_path=config.data_path, eval_data_path=config.eval_data_path)
-    check_sources(data, "prompts")
+    check_sources(DataConfig(data_path=config.data_path), "prompts")
     check_file_can_be_made(config.output_path, "output_path")
     return config
 
@@ -251,7 +245,7 @@ def check_decode(config: DecodeConfig) -> DecodeConfig:
 def check_evaluate(config: EvaluateConfig) -> EvaluateConfig:
     """The config, if its predictions can be read and the metrics' packages are there."""
     chosen_predictions(config)
-    require_packages("evaluate", *_METRICS, extra="nlg")
+    require_packages("evaluate", "sacrebleu", "nltk", extra="nlg")
     if config.output_path is not None:
         check_file_can_be_made(config.output_path, "output_path")
     return config
@@ -266,22 +260,6 @@ def check_format(config: FormatConfig) -> FormatConfig:
     else:
         check_can_be_made(Path(config.output_ref_file).expanduser(), "output_ref_file")
     return config
-
-
-def epoch_files(config: DecodeConfig) -> list[Path]:
-    """The factors of each epoch of the run that is decoded, in order.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    home = Path(config.model_name_or_path or "").expanduser() / "lora"
-    files = sorted(home.glob("epoch-*.safetensors"), key=lambda path: int(path.stem[6:]))
-    if config.lora_path is not None or not files:
-        raise ValueError(
-            f"--epochs {config.epochs} needs the output directory of a run with --save_epochs; "
-            f"--model_name_or_path {config.model_name_or_path} holds no lora/epoch-1.safetensors"
-        )
-    return files
 
 
 def _check_factors(config: DecodeConfig, source: ModelSource) -> None:

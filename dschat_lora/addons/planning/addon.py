@@ -22,8 +22,8 @@ ADDON = Addon(
     },
     provides={
         "advice": {
-            "supervised_memory": "dschat_lora.addons.planning.memory_advice:advise",
-            "rl_memory": "dschat_lora.addons.planning.rl_memory_advice:advise",
+            "supervised_memory": "dschat_lora.addons.planning.memory_advice:advise_supervised",
+            "rl_memory": "dschat_lora.addons.planning.memory_advice:advise_rl",
             "launches": "dschat_lora.addons.planning.launches:micro_batch_advice",
         }
     },

@@ -1,114 +1,55 @@
-"""Advice on a GPU out of memory: options to change, from the estimate of what fills it.
+"""Advice on a GPU out of memory: what fills it by estimate, and options that take less."""
 
-Every remedy is a change of options that is estimated again, so that what is advised fits by
-the same estimate that is shown. Two remedies are computed here, as the estimate sees the model
-as built: 16 bits halve activations and frozen weights, and an adapter alone needs next to no
-gradients and optimizer state.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from itertools import combinations, product
+from dataclasses import asdict, replace
 
 import torch
 
-from dschat_lora.config.options import command_line
-from dschat_lora.config.stages import SupervisedConfig
+from dschat_lora.config.groups import is_on
+from dschat_lora.config.options import command_line, flatten
+from dschat_lora.config.stages import StageConfig, SupervisedConfig
 from dschat_lora.engine.build import EngineSettings
 from dschat_lora.engine.distributed import data_world_size, world_size
 from dschat_lora.models.build import AdaptedModel
 from dschat_lora.models.option_checks import check_divides, check_training
 from dschat_lora.perf.cards import USABLE
-from dschat_lora.perf.memory import MemoryEstimate
-from dschat_lora.perf.shape import describe
+from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.rl.response.errors import FullAfterReleaseError, FullWhileDecodingError
 from dschat_lora.runtime.graphs import takes_graphs
-from dschat_lora.runtime.memory import GIB, peak_here, trained_model
+from dschat_lora.runtime.memory import GIB, MemoryPlan, TrainedModel, peak_here, trained_model
+from dschat_lora.runtime.micro_batches import smaller_micro_batches
 
-Change = Mapping[str, object]  # option -> its new value
-Estimator = Callable[..., MemoryEstimate]  # with the arguments of TrainedModel.estimate
+Remedy = tuple[bool, str, Mapping[str, object]]  # whether it is left; in words; as options
 
-_WORTHWHILE = 0.02  # of the memory in use; a change that saves less is not advised
-_MOST_ALTERNATIVES = 3
-_NOTHING_LEFT = "no option is left that saves memory: take a larger device or a smaller model"
 _RANK = 16  # of the adapter advised instead of training every weight
-# Options that a run can be resumed with at another value.
-_RESUMABLE = {
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
-    *("offload_activations", "zero_stage", "offload", "tensor_parallel_size"),
-}
 _PARTS = {"optimizer": "of optimizer state", "loss": "for the loss"}
 
 
-@dataclass(frozen=True)
-class MemoryOptions:
-    """Options that decide about memory, each under its name on the command line."""
-
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    gradient_checkpointing: bool
-    offload_activations: bool
-    dtype: str
-    zero_stage: int
-    tensor_parallel_size: int
-    offload: bool
-    lora_dim: int
-    only_optimize_lora: bool
-    max_seq_len: int
-    world_size: int  # data-parallel processes: given at the start like an option
-
-    @property
-    def trains_base(self) -> bool:
-        return self.lora_dim == 0 or not self.only_optimize_lora
-
-    @property
-    def engine_stage(self) -> int:
-        """The ZeRO stage in use: trained weights in 16 bits run at stage 1 or above."""
-        return max(self.zero_stage, int(self.trains_base and self.dtype != "fp32"))
-
-    def changed(self, change: Change) -> "MemoryOptions":
-        return replace(self, **change)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """Changes to the same end, the mildest first; one of them is enough."""
-
-    words: str
-    changes: Sequence[Change]
-
-
-def advise(
+def advise_supervised(
     error: torch.OutOfMemoryError,
     device_bytes: int | None,
     adapted: AdaptedModel,
     config: SupervisedConfig,
     settings: EngineSettings,
 ) -> str:
-    """:func:`out_of_memory_advice` of a supervised stage, on a device with so many bytes."""
-    now, lora_dim = trained_model(adapted, config, settings), adapted.lora.lora_dim
-    advice = out_of_memory_advice(
-        make_estimator(adapted, config, settings),
-        MemoryOptions(
-            per_device_train_batch_size=now.rows,
-            gradient_accumulation_steps=config.batch.gradient_accumulation_steps,
-            gradient_checkpointing=now.recomputes,
-            offload_activations=now.offloads,
-            dtype=settings.dtype,
-            zero_stage=settings.zero_stage,
-            tensor_parallel_size=config.parallel.tensor_parallel_size,
-            offload=settings.offload,
-            lora_dim=lora_dim,
-            only_optimize_lora=lora_dim == 0 or adapted.lora.only_optimize_lora,
-            max_seq_len=config.data.max_seq_len,
-            world_size=data_world_size(),
-        ),
-        device_bytes=device_bytes,
-        larger_groups=_larger_groups(adapted, config),
-    )
-    peak = peak_here(settings.torch_dtype)
-    if takes_graphs(now, config.model, peak=peak):
+    """What fills the device in a supervised stage, and what to change, the least costly first.
+
+    Args:
+        error: what was raised.
+        device_bytes: memory of the device; None: unknown.
+        adapted: the model that trains.
+        config: the options of the run.
+        settings: how its engine is built.
+    """
+    trained = [each for each in adapted.model.parameters() if each.requires_grad]
+    stage = settings.stage_in_use(settings.native_dtype(trained))
+    now = trained_model(adapted, config, replace(settings, zero_stage=stage))
+    sizes = _parts(now)
+    rows_matter = not sizes or sizes["of weights"] < max(sizes.values())
+    remedies = _supervised_remedies(adapted, config, settings, rows_matter=rows_matter)
+    advice = f"out of GPU memory: {_in_words(sizes, remedies, device_bytes)}"
+    if takes_graphs(now, config.model, peak=peak_here(settings.torch_dtype)):
         kept = now.estimated().activations / GIB
         advice += f". --training_graphs off takes {kept:.3g} GiB less, where graphs were recorded"
     if tokens := config.batch.tokens_per_device:
@@ -116,216 +57,157 @@ def advise(
     return advice
 
 
-def make_estimator(
-    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings
-) -> Estimator | None:
-    """The memory estimate of this model at other settings; None if it is not understood."""
+def _parts(now: TrainedModel) -> dict[str, int]:
+    """Bytes by what they are of or for; empty for architectures that are not understood."""
     try:
-        describe(adapted.model)
+        memory = now.estimated()
     except ValueError:
-        return None
-    return trained_model(adapted, config, settings).estimate
+        return {}
+    if now.settings.offload and now.settings.zero_stage == 3:
+        memory = replace(memory, weights=0)
+    return {_PARTS.get(name, f"of {name}"): size for name, size in asdict(memory).items()}
 
 
-def _larger_groups(adapted: AdaptedModel, config: SupervisedConfig) -> list[int]:
-    """Multiples of ``--tensor_parallel_size`` that the processes and the model allow as well."""
+def _supervised_remedies(
+    adapted: AdaptedModel, config: SupervisedConfig, settings: EngineSettings, *, rows_matter: bool
+) -> list[Remedy]:
+    """Changes that a supervised stage has left, those of rows where they matter."""
+    batch, lora, stage = config.batch, adapted.lora, settings.zero_stage
+    processes, times = data_world_size(), batch.gradient_accumulation_steps
+    size, length = config.parallel.tensor_parallel_size, config.data.max_seq_len
+    trains_base = lora.lora_dim == 0 or not lora.only_optimize_lora
+    rows = 0 if batch.tokens_per_device else batch.per_device_train_batch_size
+    same = ""
+    if rows:
+        count = rows * times * processes
+        same = f", the same batch of {count} rows a step, so the run can be resumed"
+    fewer = _smaller_micro_batches(config, longest=length) if rows else {}
+    larger = _larger_group(adapted, config)
+    divided = {"gradient_accumulation_steps": times * larger // size}
+    divided |= {"tensor_parallel_size": larger}
+    # ZeRO divides optimizer state and gradients, then weights; adapters need the last alone.
+    shared = 2 if trains_base and stage < 2 else 3
+    # Optimizer state goes to the host, then weights, which only stage 3 moves.
+    offloaded = 3 if settings.offload or not trains_base else max(stage, 1)
+    moved = {"zero_stage": offloaded, "offload": True}
+    adapter = {"only_optimize_lora": True} if lora.lora_dim else {"lora_dim": _RANK}
+    shorter = {"max_seq_len": length // 2}
+    return [
+        (rows_matter, f"compute fewer rows at once{same}", fewer),
+        *_recomputing(["gradient_checkpointing"], config),
+        (settings.dtype == "fp32", "compute in 16 bits", {"dtype": "auto"}),
+        (processes > 1 and stage < 3, "share over the processes", {"zero_stage": shared}),
+        (larger > size, f"divide the model{same}", divided),
+        (not (settings.offload and stage == 3), "use host memory", moved),
+        (trains_base, "train adapters alone", adapter),
+        (rows_matter and rows == 1, "shorten the rows", shorter),
+    ]
+
+
+def _larger_group(adapted: AdaptedModel, config: SupervisedConfig) -> int:
+    """The next ``--tensor_parallel_size`` that processes and model allow, or the present one."""
     size, count = config.parallel.tensor_parallel_size, world_size()
-    allowed: list[int] = []
     if config.parallel.context_parallel_size > 1:  # which goes with none
-        return allowed
+        return size
     for larger in (n for n in range(2 * size, count + 1, size) if count % n == 0):
         with suppress(ValueError):
             check_divides(adapted.model.config.to_dict(), larger)
             check_training(config.model, adapted.lora, larger)
-            allowed.append(larger)
-    return allowed
+            return larger
+    return size
 
 
-def out_of_memory_advice(
-    estimate: Estimator | None,
-    now: MemoryOptions,
-    *,
+def advise_rl(
+    error: torch.OutOfMemoryError,
     device_bytes: int | None,
-    larger_groups: Sequence[int] = (),
+    config: RlhfConfig,
+    plan: MemoryPlan | None,
 ) -> str:
-    """One sentence: what fills the device, and what to change, the cheapest sufficient first.
-
-    A change of rows keeps the product of micro-batch, accumulation and processes, so it is the
-    same run. Where no single change makes the run fit 90 percent of the device, the fewest that
-    do so together are given.
-
-    ``estimate`` is None for architectures that are not understood, ``device_bytes`` where the
-    memory of the device is unknown: the most effective change comes first then.
-    ``larger_groups`` are multiples of ``--tensor_parallel_size`` that the processes and the model
-    allow as well.
-    """
-    typed = partial(_typed, now)
-    if estimate is None:
-        remedies = _remedies(now, larger_groups, rows_matter=True)
-        return f"out of GPU memory: {untested(remedies, typed)}"
-
-    @cache
-    def needed(options: MemoryOptions) -> MemoryEstimate:
-        return _resident(estimate, options, now)
-
-    memory = asdict(needed(now))
-    sizes = {_PARTS.get(name, f"of {name}"): count for name, count in memory.items()}
-    advice = sufficient(
-        _remedies(now, larger_groups, rows_matter=memory["weights"] < max(memory.values())),
-        lambda change: needed(now.changed(change)).total,
-        budget=None if device_bytes is None else int(USABLE * device_bytes),
-        typed=typed,
-    )
-    return f"out of GPU memory: by estimate {parts_in_use(sizes, device_bytes)}; {advice}"
-
-
-def _resident(estimate: Estimator, options: MemoryOptions, built: MemoryOptions) -> MemoryEstimate:
-    """Bytes on the device at ``options``, of a model built at ``built``."""
-    memory = estimate(
-        rows=options.per_device_train_batch_size,
-        length=options.max_seq_len,
-        gradient_checkpointing=options.gradient_checkpointing,
-        offload_activations=options.offload_activations,
-        zero_stage=options.engine_stage,
-    )
-    if options.dtype != built.dtype:
-        memory = replace(memory, activations=memory.activations // 2)
-        # Trained weights keep an fp32 copy, which is no smaller.
-        if not options.trains_base:
-            memory = replace(memory, weights=memory.weights // 2)
-    if built.trains_base and not options.trains_base:
-        memory = replace(memory, gradients=0, optimizer=0, update=0)
-    if options.engine_stage < 3:
-        # At stage 3 they are over all processes already. Of activations only some are divided.
-        parts = options.tensor_parallel_size // built.tensor_parallel_size
-        memory = replace(memory, weights=memory.weights // parts)
-    if options.offload:
-        memory = replace(memory, optimizer=0, update=0)
-    if options.offload and options.zero_stage == 3:
-        memory = replace(memory, weights=0)
-    return memory
-
-
-def _remedies(now: MemoryOptions, groups: Sequence[int], *, rows_matter: bool) -> list[Remedy]:
-    """Changes that are left, the least costly first.
-
-    ``rows_matter`` is False where weights take the most, which fewer positions do not reduce.
-    """
-    rows, length, shared = now.per_device_train_batch_size, now.max_seq_len, now.world_size > 1
-    fewer = [n for n in range(rows // 2, 0, -1) if rows % n == 0]
-    recomputing: Change = {"gradient_checkpointing": True}
-    # ZeRO divides optimizer state and gradients, then weights; adapters need the last alone.
-    stages = [n for n in ((2, 3) if now.trains_base else (3,)) if n > now.engine_stage]
-    # Optimizer state goes to the host, then weights, which only stage 3 moves.
-    offloading = (max(now.zero_stage, 1), 3) if now.trains_base else (3,)
-    adapter: Change = {"only_optimize_lora": True} if now.lora_dim else {"lora_dim": _RANK}
-    recompute = "recompute activations"
-    if now.gradient_checkpointing:
-        recompute = "keep inputs of blocks in host memory"
-    table: list[tuple[bool, str, Sequence[Change]]] = [
-        (
-            rows_matter,
-            "compute fewer rows at once",
-            [{"per_device_train_batch_size": n} for n in fewer],
-        ),
-        (True, recompute, [recomputing, {**recomputing, "offload_activations": True}]),
-        (now.dtype == "fp32", "compute in 16 bits", [{"dtype": "auto"}]),
-        (shared, "share over the processes", [{"zero_stage": stage} for stage in stages]),
-        (True, "divide the model", [{"tensor_parallel_size": size} for size in groups]),
-        # With offload on, stage 3 over several processes is in the list already.
-        (
-            not (now.offload and shared),
-            "use host memory",
-            [{"zero_stage": stage, "offload": True} for stage in offloading],
-        ),
-        (True, "train adapters alone", [adapter]),
-        (
-            rows_matter and rows == 1,
-            "shorten the rows",
-            [{"max_seq_len": length // n} for n in (2, 4, 8) if length // n > 1],
-        ),
-    ]
-    remedies = [
-        Remedy(words, [each for each in changes if now.changed(each) != now])
-        for applies, words, changes in table
-        if applies
-    ]
-    return [remedy for remedy in remedies if remedy.changes]
-
-
-def _typed(now: MemoryOptions, change: Change) -> str:
-    """The options to type, without those that have their value already.
-
-    A change of how rows are split is noted to keep as many a step.
-    """
-    after = now.changed(change)
-    times = now.per_device_train_batch_size // after.per_device_train_batch_size
-    times *= after.tensor_parallel_size // now.tensor_parallel_size
-    after = replace(after, gradient_accumulation_steps=now.gradient_accumulation_steps * times)
-    news = {name: value for name, value in asdict(after).items() if value != getattr(now, name)}
-    flags = " ".join(command_line(news))
-    if not change.keys() & {"per_device_train_batch_size", "tensor_parallel_size"}:
-        return flags
-    rows = now.per_device_train_batch_size * now.gradient_accumulation_steps * now.world_size
-    resumable = ", so the run can be resumed" if change.keys() <= _RESUMABLE else ""
-    return f"{flags}: the same batch of {rows} rows a step{resumable}"
-
-
-def untested(remedies: Sequence[Remedy], typed: Callable[[Change], str]) -> str:
-    """The remedies in words, where nothing can be estimated; ``typed`` gives a change's options."""
-    advice = f"try in this order: {_alternatives(remedies, typed)}"
-    return advice if remedies else _NOTHING_LEFT
-
-
-def sufficient(
-    remedies: Sequence[Remedy],
-    need: Callable[[Change], int],
-    *,
-    budget: int | None,
-    typed: Callable[[Change], str],
-) -> str:
-    """The remedies of which one is enough, else the fewest that are together, in words.
+    """What fills the device in step 3, and what to change, the least costly first.
 
     Args:
-        remedies: the least costly first.
-        need: bytes of the device with a change; with an empty one, as it is.
-        budget: bytes that are enough; None: the most effective remedies come first.
-        typed: the options of a change, as they are typed.
+        error: what was raised; its type says what was done.
+        device_bytes: memory of the device; None: unknown.
+        config: the options of the run.
+        plan: its memory; None for architectures that are not understood.
     """
-
-    def restricted(most: float) -> list[Remedy]:
-        """The remedies with those of their changes after which no more is needed, if any."""
-        kept = (replace(r, changes=[c for c in r.changes if need(c) <= most]) for r in remedies)
-        return [remedy for remedy in kept if remedy.changes]
-
-    remedies = restricted((1 - _WORTHWHILE) * need({}))
-    if not remedies:
-        return _NOTHING_LEFT
-    if budget is None:
-        remedies.sort(key=lambda remedy: need(remedy.changes[0]))
-        return _alternatives(remedies[:_MOST_ALTERNATIVES], typed)
-    if alone := restricted(budget):
-        return _alternatives(alone[:_MOST_ALTERNATIVES], typed)
-    for count in range(2, len(remedies) + 1):  # the fewest first, of as many the least costly first
-        for chosen in combinations(remedies, count):
-            for changes in product(*(remedy.changes for remedy in chosen)):
-                together = _merge(changes)
-                if need(together) <= budget:
-                    return f"no single change is enough, take together {typed(together)}"
-    everything = typed(_merge(remedy.changes[-1] for remedy in remedies))
-    return f"all that helps is not enough ({everything}): take a larger device or a smaller model"
+    decodes = isinstance(error, FullWhileDecodingError)
+    freed = decodes or isinstance(error, FullAfterReleaseError)
+    keeps = plan is not None and plan.keeps_cache and not freed
+    sizes: dict[str, int] = {}
+    if plan is not None:
+        sizes = {"of weights": plan.weights, "of gradients and optimizer state": plan.training}
+        sizes |= {"of CUDA graphs": plan.graphs} if plan.graphs else {}
+        sizes |= {} if decodes else {"for a micro-batch": plan.update}
+        sizes |= {"for decoding": plan.cache} if decodes or keeps else {}
+    records = plan is not None and plan.graphs > 0
+    remedies = _rl_remedies(config, decodes=decodes, keeps_cache=keeps, records=records)
+    doing = "responses are decoded" if decodes else "training"
+    return f"out of GPU memory while {doing}: {_in_words(sizes, remedies, device_bytes)}"
 
 
-def _merge(changes: Iterable[Change]) -> Change:
-    return {name: value for change in changes for name, value in change.items()}
+def _rl_remedies(
+    config: RlhfConfig, *, decodes: bool, keeps_cache: bool, records: bool
+) -> list[Remedy]:
+    """Changes that step 3 has left; all but of the bits leave results alone."""
+    batch, stage = config.batch, config.parallel.zero_stage or 0
+    half = batch.rows_decoded // 2 // batch.num_generations * batch.num_generations
+    fewer = _smaller_micro_batches(config, longest=config.data.max_seq_len)
+    kept = [f"{role}_gradient_checkpointing" for role in config.trained]
+    adapted = all(each.lora_dim > 0 for each in config.trained.values())
+    frozen = adapted and config.classic.only_optimize_lora
+    decoded = {"max_num_seqs": half} if half else {}
+    hosted = {"zero_stage": 3, "offload": True}
+    return [
+        (keeps_cache, "free what decoding keeps", {"release_inference_cache": True}),
+        (records, "train without CUDA graphs", {"training_graphs": "off"}),
+        (not decodes, "compute fewer rows at once", fewer),
+        (decodes or keeps_cache, "decode fewer responses at once", decoded),
+        *([] if decodes else _recomputing(kept, config)),
+        (frozen and config.load.base_bits != 4, "hold the base in 4 bits", {"base_bits": 4}),
+        (data_world_size() > 1 and stage < 3, "share over the processes", {"zero_stage": 3}),
+        (not (config.parallel.offload and stage == 3), "use host memory", hosted),
+    ]
 
 
-def _alternatives(remedies: Sequence[Remedy], typed: Callable[[Change], str]) -> str:
-    """Each remedy in words and as options, in its mildest form."""
-    return ", or ".join(f"{each.words} ({typed(each.changes[0])})" for each in remedies)
+def _smaller_micro_batches(config: StageConfig, *, longest: int) -> Mapping[str, object]:
+    """Options of micro-batches of half the size at most, in the same step; empty without any."""
+    for sizes in smaller_micro_batches(config, longest=longest):
+        name, size = next(iter(sizes.items()))
+        if 2 * size <= getattr(config.batch, name):
+            return sizes
+    return {}
 
 
-def parts_in_use(sizes: Mapping[str, int], device_bytes: int | None) -> str:
+def _recomputing(names: Iterable[str], config: StageConfig) -> Iterator[Remedy]:
+    """Recomputation where options of these names do not ask for it, and inputs in host memory."""
+    left = [name for name in names if not is_on(flatten(config)[name])]
+    recomputed = dict.fromkeys(left, True)
+    yield True, "recompute activations", recomputed
+    moved = recomputed | {"offload_activations": True}
+    yield not config.parallel.offload_activations, "keep inputs of blocks in host memory", moved
+
+
+def _in_words(
+    sizes: Mapping[str, int], remedies: Iterable[Remedy], device_bytes: int | None
+) -> str:
+    """The parts in use, where they are known, and each remedy in words and as options."""
+    used = f"by estimate {_parts_in_use(sizes, device_bytes)}; " if sizes else ""
+    left = [
+        f"{words} ({' '.join(command_line(options))})"
+        for applies, words, options in remedies
+        if applies and options
+    ]
+    if not left:
+        return f"{used}no option is left that saves memory: take a larger device or a smaller model"
+    advice = f"{used}try in this order: {', or '.join(left)}"
+    if device_bytes is None or not sizes:
+        return advice
+    asked = f"--for {device_bytes / GIB:.3g}GiB"
+    return f"{advice}; dschat-lora plan with the run's options and {asked} says what is enough"
+
+
+def _parts_in_use(sizes: Mapping[str, int], device_bytes: int | None) -> str:
     """The parts that fill the device, the largest first, without negligible ones.
 
     ``sizes`` are their bytes by what they are of or for, such as "of weights".

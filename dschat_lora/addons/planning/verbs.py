@@ -141,19 +141,7 @@ def doctor(argv: list[str]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--no_training", action="store_true", help="leave the training step out")
-    parser.add_argument(
-        "--first_hour",
-        action="store_true",
-        help="on a GPU, in 40 minutes at most: compare what it computes with the CPU, measure "
-        "speed and memory, and write output/first-hour/first_hour.html for a bug report",
-    )
-    chosen = parser.values(argv, ["json", "no_training", "first_hour"])
-    if chosen["first_hour"]:
-        for name in ("json", "no_training"):
-            if chosen[name]:
-                raise ValueError(f"--first_hour has no --{name}: leave one of them out")
-        late("addons.planning.first_hour:first_hour")()
-        return
+    chosen = parser.values(argv, ["json", "no_training"])
     diagnose = late("addons.planning.doctor:diagnose")
     if not diagnose(as_json=chosen["json"], trains=not chosen["no_training"]):
         raise SystemExit(1)

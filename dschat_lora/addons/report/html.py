@@ -127,12 +127,11 @@ def render(
     template: str,
     title: str,
     *,
-    folder: Path = ASSETS,
     links: Mapping[str, str] | None = None,
     data: Mapping[str, object] | None = None,
     **values: object,
 ) -> str:
-    """A page of a template in ``folder``; ``links`` are to its sections.
+    """A page of a template in ``page/``; ``links`` are to its sections.
 
     With ``data``, which are JSON, it has the script that draws them.
     """
@@ -152,19 +151,19 @@ def render(
     text = json.dumps(data, separators=(",", ":"), allow_nan=False) if data else ""
     text = text.translate({ord(each): f"\\u{ord(each):04x}" for each in "<>&"})
     values |= {"title": title, "links": links, "policy": "; ".join(rules), "style": style}
-    return environment(folder).get_template(template).render(scripts=scripts, data=text, **values)
+    return environment().get_template(template).render(scripts=scripts, data=text, **values)
 
 
 @cache
-def environment(folder: Path) -> "Environment":
-    """Of the templates in a folder and ``page/``.
+def environment() -> "Environment":
+    """Of the templates in ``page/``.
 
     All values are escaped, but those that a template calls safe.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader([folder, ASSETS]),
+        loader=FileSystemLoader(ASSETS),
         autoescape=True,
         finalize=lambda value: value if hasattr(value, "__html__") else without_controls(value),
         undefined=StrictUndefined,

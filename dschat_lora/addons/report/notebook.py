@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.report.curves import thin
-from dschat_lora.addons.report.html import ASSETS, environment
+from dschat_lora.addons.report.html import environment
 from dschat_lora.addons.report.markup import number
 from dschat_lora.addons.report.run_data import read_run
 from dschat_lora.addons.report.verdict import changes_of, doubts, title_of, what_was_trained
@@ -164,7 +164,7 @@ def render(
     **of: object,
 ) -> str:
     """What is shown of a run, by the template ``notebook.html``."""
-    template = environment(ASSETS).get_template("notebook.html")
+    template = environment().get_template("notebook.html")
     return template.render(path=path, total=total, answers=answers, folded=folded, **of)
 
 

@@ -20,7 +20,7 @@ from dschat_lora.report.rollout_file import open_rollouts
 from dschat_lora.rl.draw.engine import EngineSite, make_engine
 from dschat_lora.rl.draw.generator import Generator
 from dschat_lora.rl.learn.engines import Engines, Network, policies_of, resolve_architecture
-from dschat_lora.rl.loop.parts import EntropyTarget, KlControl, Parts, RolloutLog
+from dschat_lora.rl.loop.parts import KlControl, Parts, RolloutLog
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def build_engines(setup: RlhfSetup) -> Engines:
     """The engines over the roles; call on every rank."""
     config, roles = setup.config, setup.models.roles
-    entropy_trains = config.ppo.has_entropy_bonus
+    entropy_trains = config.ppo.entropy_coef > 0
     reference = None if roles.reference is None else roles.reference.model
     policies = policies_of(roles.actor.model, reference, entropy_trains=entropy_trains)
     head = None
@@ -87,10 +87,9 @@ def make_parts(
         from dschat_lora.models.average import MovingAverage
 
         average = MovingAverage(setup.models.roles.actor.model, classic.ema_decay)
-    entropy = EntropyTarget(config.ppo.target_entropy, progress)
     makers = groups_of(config, "made_parts")
     own = chain.from_iterable(each.made_parts(setup, progress) for each in makers)
-    parts = (average, entropy, KlControl(config.ppo, progress), pretraining, rollouts, *own)
+    parts = (average, KlControl(config.ppo, progress), pretraining, rollouts, *own)
     return Parts([part for part in parts if part is not None])
 
 

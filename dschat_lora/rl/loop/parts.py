@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, compress, islice, repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -166,35 +166,6 @@ class KlControl:
                 num_samples=len(experience.responses),
             )
         return {"kl_coef": progress.kl_coef}
-
-
-@dataclass
-class EntropyTarget:
-    """Steers the weight of the entropy bonus where ``--target_entropy`` is given."""
-
-    name = "entropy_target"
-    takes_steps_late = True
-    target: float  # nats per token; 0: the weight stays
-    progress: RlhfProgress  # with the state
-    _entropies: list[tuple[float, int]] = field(default_factory=list)  # nats, tokens of steps
-
-    def after_step(self, result: StepResult) -> None:
-        if self.target and "actor" in result.outcomes:
-            self._entropies.append((result.entropy, result.num_tokens))
-
-    def after_iteration(self, *_: object) -> dict[str, float]:
-        if not self.target:
-            return {}
-        if steps := self._entropies:
-            from dschat_lora.algos.entropy import adapted_entropy_coef
-
-            progress = self.progress
-            progress.entropy = sum(e * n for e, n in steps) / sum(n for _, n in steps)
-            progress.entropy_coef = adapted_entropy_coef(
-                progress.entropy_coef, entropy=progress.entropy, target=self.target
-            )
-        self._entropies = []
-        return {"entropy_coef": self.progress.entropy_bonus(self.target)}
 
 
 class RolloutLog:

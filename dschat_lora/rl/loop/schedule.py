@@ -81,33 +81,18 @@ class RlhfProgress(Progress):
     tokens: int = 0
     kl_coef: float = 0.0
     kl_start: float = 0.0  # what the user gave for it
-    entropy_coef: float = 0.0
-    entropy_start: float = 0.0  # what the user gave for it
-    entropy: float = 0.0  # latest mean, nats per token, where that steers the coefficient
     kl_spent: float = 0.0  # latest divergence from the reference, nats per response
     moments: dict[str, float] = field(default_factory=dict)  # of scores
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def begin_at(self, config: PpoConfig) -> None:
-        """Begin with coefficients that the user gives, unless they are those of the run before."""
+        """Begin with the ``kl_coef`` that the user gives, unless it is that of the run before."""
         if self.kl_start != config.kl_coef:
             self.kl_coef = self.kl_start = config.kl_coef
-        if self.entropy_start != config.entropy_coef:
-            self.entropy_coef = self.entropy_start = config.entropy_coef
-
-    def entropy_bonus(self, target: float) -> float:
-        """The weight of the entropy bonus at this iteration; ``target`` is ``--target_entropy``."""
-        if not target:
-            return self.entropy_coef
-        from dschat_lora.algos.entropy import applied_entropy_coef
-
-        return applied_entropy_coef(self.entropy_coef, entropy=self.entropy, target=target)
 
     def restore(self, state: dict[str, Any]) -> None:
-        # An earlier version kept nothing of the entropy.
-        super().restore(self.state() | state)
+        super().restore(state)
         # What is not finite went through JSON as text.
         self.kl_coef, self.kl_spent = float(self.kl_coef), float(self.kl_spent)
-        self.entropy = float(self.entropy)
         self.moments = {name: float(value) for name, value in self.moments.items()}

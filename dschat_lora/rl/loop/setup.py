@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 from dschat_lora.config.data import DataConfig
@@ -33,7 +32,7 @@ from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.graphs import launches_note
-from dschat_lora.runtime.memory import GIB, MemoryPlan, explaining_memory, free_memory, peak_here
+from dschat_lora.runtime.memory import GIB, explaining_memory, free_memory, peak_here
 from dschat_lora.runtime.micro_batches import StepCosts, resolve_step
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import (
@@ -110,14 +109,14 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     data = _read_data(config, tokenizer, run, reference, asking, sources.actor.base)
     started = config.batch.engine.prepare(config, sources, run)
     settings, free = role_settings(config), free_memory()
-    build = partial(
-        build_roles,
+    roles = build_roles(
+        config,
         sources=sources,
         tokenizer=tokenizer,
         dtype=settings["actor"].torch_dtype,
         group=group,
+        meta=builds_shapes_alone(config.run, settings.values()),
     )
-    roles = build(config, meta=builds_shapes_alone(config.run, settings.values()))
     roles.take(data.prompts.media, sources)
     config = _resolve_step(config, roles, run, free=free)
     models = Models(sources, roles, role_settings(config))
@@ -126,15 +125,8 @@ def set_up(run: OpenRun[RlhfConfig]) -> RlhfSetup:
     setup = RlhfSetup(run, tokenizer, data, models, costs, scoring, reference, player, started)
     _describe(setup)
     if run.directory is not None:
-
-        def planned(other: RlhfConfig) -> MemoryPlan | None:
-            of_other = roles
-            if other.load.base_bits != config.load.base_bits:
-                of_other = build(other, meta=True)
-            return memory_plan(other, of_other, role_settings(other))
-
         run.closing.enter_context(
-            explaining_memory(run.directory, costs.plan, "rl_memory", config, costs.plan, planned)
+            explaining_memory(run.directory, costs.plan, "rl_memory", config, costs.plan)
         )
         setup = replace(setup, identity=_identity(setup))
         models.shard()

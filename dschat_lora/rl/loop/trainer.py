@@ -168,7 +168,7 @@ class RlhfTrainer:
                 advantages_and_returns, rewards=rewards, config=ppo, kl_coef=kl_coef
             ),
             kl_coef=kl_coef,
-            entropy_coef=self.progress.entropy_bonus(ppo.target_entropy),
+            entropy_coef=ppo.entropy_coef,
             pretraining=self.pretraining,
             rescale_values=self._rescale,
             max_length=self.config.data.max_answer_seq_len,

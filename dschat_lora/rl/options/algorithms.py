@@ -323,11 +323,6 @@ class PpoConfig:
         "they differ by rounding, which sampler_error shows",
     )
     entropy_coef: float = option(0.0, help="weight of the entropy bonus")
-    target_entropy: float = option(
-        0.0,
-        help="nats per token below which --entropy_coef grows by 0.005 an iteration, and above "
-        "which it shrinks and the bonus rests; 0: it stays",
-    )
     target_kl: float = option(
         0.0,
         help="end an iteration's updates when the policy has moved this far from where it began "
@@ -343,7 +338,7 @@ class PpoConfig:
                 object.__setattr__(self, name, defaults[name])
         require_numbers(self, ">= 1", "ppo_epochs", "kl_horizon")
         weights = ("kl_coef", "entropy_coef", "importance_cap")
-        targets = ("adaptive_kl_target", "target_kl", "target_entropy")
+        targets = ("adaptive_kl_target", "target_kl")
         counts = ("dynamic_sampling", "critic_warmup_iterations")
         require_numbers(self, ">= 0", *weights, *targets, *counts)
         require_numbers(self, "in [0, 1]", "gamma", "lam")
@@ -399,11 +394,6 @@ class PpoConfig:
         """Whether old log-probabilities of all responses are in advantages or weights."""
         in_advantages = "old_logprobs" in self.rules.needs or self.kl_in == "reward"
         return in_advantages or self.correction is not None
-
-    @property
-    def has_entropy_bonus(self) -> bool:
-        """Whether the loss may have an entropy bonus at some iteration."""
-        return self.entropy_coef > 0 or self.target_entropy > 0
 
     @cached_property
     def correction(self) -> RolloutCorrection | None:

@@ -18,9 +18,9 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.causal_lm import CausalLMLoss
 from dschat_lora.runtime.setup import adamw_update, shard_model
-from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.runs import engine_settings, load_model, loader
+from helpers.steps import train_steps
 from helpers.tiny import ragged_samples
 
 RATE, DECAY, SMOOTHING, STEPS, ROWS = 5e-3, 0.1, 0.1, 20, 8

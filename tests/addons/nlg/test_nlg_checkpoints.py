@@ -165,28 +165,3 @@ def test_a_meaning_longer_than_seq_len_is_named(home):
     model = AutoModelForCausalLM.from_pretrained(home / "base")
     with pytest.raises(ValueError, match=re.escape("meaning 'name : A' exceed --seq_len 8")):
         decode.search_all(config, tokenizer, model, read_meanings(config.data_path))
-
-
-def test_the_epoch_of_the_highest_development_bleu_is_taken(home, adapted, tmp_path, monkeypatch):
-    """Its factors alone write the texts; of equals the first."""
-    run = tmp_path / "run"
-    (run / "lora").mkdir(parents=True)
-    (run / "config.json").write_bytes((home / "base" / "config.json").read_bytes())
-    for path in (home / "base").glob("tokenizer*"):
-        (run / path.name).write_bytes(path.read_bytes())
-    for epoch in (1, 2, 3, 10):
-        (run / "lora" / f"epoch-{epoch}.safetensors").touch()
-    scores, taken = {"epoch-1": 20.0, "epoch-2": 31.5, "epoch-3": 31.5, "epoch-10": 7.0}, []
-    monkeypatch.setattr(decode, "development_bleu", lambda *args: scores[args[3].stem])
-    monkeypatch.setattr(decode, "load_model", lambda *args, epoch: taken.append(epoch.stem))
-    monkeypatch.setattr(decode, "search_all", lambda *args: [[5]])
-    data = str(home / "data.txt")
-    argv = ["--data_path", data, "--model_name_or_path", str(run)]
-    best = [*argv, "--epochs", "best", "--eval_data_path", data]
-    config = check_decode(parse_config(DecodeConfig, [*best, "--work_dir", str(tmp_path)]))
-    decode.write_predictions(config)
-    assert taken == ["epoch-2"]
-    report = json.loads((tmp_path / "predictions.epochs.json").read_text())
-    assert report["best"].endswith("lora/epoch-2.safetensors")
-    assert list(report["bleu"].values()) == [20.0, 31.5, 31.5, 7.0]
-    assert json.loads((tmp_path / "predictions.jsonl").read_text())["predict"] == [5]

@@ -70,9 +70,7 @@ def test_defaults_are_the_originals():
 )
 def test_the_originals_command_parses_to_the_same_as_ours(config, original, ours):
     assert parse_config(config, original.split()) == parse_config(config, ours.split())
-    assert set(config.spellings.values()) <= {name[2:] for name in ours.split()} | {
-        "eval_data_path"
-    }
+    assert set(config.spellings.values()) <= {name[2:] for name in ours.split()}
 
 
 def test_a_file_may_use_the_originals_names_but_not_two_of_one_option():
