@@ -93,6 +93,14 @@ def launcher_variables():
 
 
 @pytest.fixture
+def own_directory(tmp_path, monkeypatch):
+    """A directory of the user's own, without a launcher's environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def one_rank():
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

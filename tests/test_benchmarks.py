@@ -19,14 +19,7 @@ from benchmarks import gpu
 from benchmarks.common import turns
 from benchmarks.common.pair_data import random_pairs
 from benchmarks.common.report import PartReport, device_slug
-from benchmarks.common.shapes import (
-    SHAPES,
-    TINY,
-    full_rows,
-    micro_batches,
-    mixed_rows,
-    random_base,
-)
+from benchmarks.common.shapes import SHAPES, TINY, full_rows, micro_batches, mixed_rows, random_base
 from benchmarks.common.turns import Runner, Work, times_ours
 from benchmarks.contenders.common import ModelSize, Task, draw_adapters_
 from benchmarks.contenders.supervised import CONTENDERS

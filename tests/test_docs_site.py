@@ -184,10 +184,7 @@ def test_options_of_ours_beside_another_trainers_exist(path):
 
 
 def test_version_is_one_everywhere():
-    for name, pattern in (
-        ("setup.py", 'version="{}"'),
-        ("CITATION.cff", "version: {}"),
-    ):
+    for name, pattern in (("setup.py", 'version="{}"'), ("CITATION.cff", "version: {}")):
         assert pattern.format(__version__) in (ROOT / name).read_text("utf-8")
     minor = ".".join(__version__.split(".")[:2])
     assert f"\n## {minor} " in (ROOT / "CHANGELOG.md").read_text("utf-8")

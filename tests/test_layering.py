@@ -47,11 +47,7 @@ FLOORS = [
     },
     {
         "assets": Room("config", light="__init__ toy_world"),
-        "report": Room(
-            "config",
-            "tqdm",
-            "appended_file directory log rollout_file terminal texts",
-        ),
+        "report": Room("config", "tqdm", "appended_file directory log rollout_file terminal texts"),
         "data": Room(
             "algos config",
             "datasets jinja2 numpy pyarrow tokenizers torch transformers",
@@ -78,7 +74,7 @@ FLOORS = [
             "algos checkpoint config data engine kernels lora",
             "safetensors torch transformers",
             "option_checks source",
-        ),
+        )
     },
     {
         "generation": Room("algos kernels lora models", "psutil torch transformers"),
@@ -106,13 +102,13 @@ FLOORS = [
             "algos config data engine lora models perf rl.draw rl.options rl.response rl.score"
             " runtime",
             "torch",
-        ),
+        )
     },
     {
         "rl.watch": Room(
             "algos engine lora models perf rl.learn rl.options rl.response rl.score runtime",
             "torch",
-        ),
+        )
     },
     {
         "rl.loop": Room(
@@ -129,10 +125,8 @@ FLOORS = [
     },
     {
         "commands": Room(
-            "checkpoint config models runtime supervised",
-            "psutil",
-            "launch stages train verbs",
-        ),
+            "checkpoint config models runtime supervised", "psutil", "launch stages train verbs"
+        )
     },
     {
         "api": Room(

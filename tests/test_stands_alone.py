@@ -17,45 +17,53 @@ pytestmark = pytest.mark.stage
 
 VERBS = [verb for names in ADDONS.values() for verb in names.verbs.split()]
 FUNCTIONS = [name for names in ADDONS.values() for name in names.functions.split()]
-# Runs commands of one list after another, in a process each that has the modules of the other list,
-# and prints how each ended.
+# Runs commands one after another, and prints how each ended. Where modules are to be imported
+# first, each command gets a process of its own that has them.
 PROGRAM = """
 import importlib, io, json, os, runpy, sys
 from contextlib import redirect_stderr, redirect_stdout
 import dschat_lora.__main__ as program
-lists, modules = json.load(sys.stdin)
-for name in modules:
-    importlib.import_module(f"dschat_lora.{name}")
-for argv in lists:
+
+def ended(argv):
+    said, code = io.StringIO(), 0
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            if argv[0].endswith(".py"):
+                sys.argv = argv
+                runpy.run_path(argv[0], run_name="__main__")
+            else:
+                sys.argv = ["dschat-lora", *argv]
+                program.main()
+        except SystemExit as end:
+            code = end.code or 0
+    return json.dumps([code, said.getvalue()])
+
+def ended_in_a_fork(argv):
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reader)
-        said, code = io.StringIO(), 0
-        with redirect_stdout(said), redirect_stderr(said):
-            try:
-                if argv[0].endswith(".py"):
-                    sys.argv = argv
-                    runpy.run_path(argv[0], run_name="__main__")
-                else:
-                    sys.argv = ["dschat-lora", *argv]
-                    program.main()
-            except SystemExit as end:
-                code = end.code or 0
         with os.fdopen(writer, "w") as file:
-            json.dump([code, said.getvalue()], file)
+            file.write(ended(argv))
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as file:
-        print(file.read())
+        said = file.read()
     os.waitpid(child, 0)
+    return said
+
+assert program.__file__.startswith(os.getcwd()), program.__file__
+lists, modules = json.load(sys.stdin)
+for name in modules:
+    importlib.import_module(name)
+for argv in lists:
+    print((ended_in_a_fork if modules else ended)(argv))
 """
 
 
 def copy(home, *left_out):
     """The package and its scripts in ``home`` without the add-ons ``left_out``, "" for all."""
     for name in ("dschat_lora", "training"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, home / name, ignore=ignored)
+        shutil.copytree(ROOT / name, home / name)
     for name in left_out:
         shutil.rmtree(home / "dschat_lora" / "addons" / name)
     return home
@@ -95,21 +103,6 @@ def alone(tmp_path_factory):
     return copy(tmp_path_factory.mktemp("alone"), "")
 
 
-def test_every_module_of_the_trunk_imports(alone):
-    (alone / "modules.py").write_text(
-        "import importlib, pathlib\n"
-        "for path in sorted(pathlib.Path('dschat_lora').rglob('*.py')):\n"
-        "    name = '.'.join(path.with_suffix('').parts)\n"
-        "    if path.name != '__main__.py':\n"
-        "        importlib.import_module(name.removesuffix('.__init__'))\n"
-        "import dschat_lora\n"
-        "print(dschat_lora.__file__)\n"
-    )
-    ended = run(alone, "modules.py")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == str(alone / "dschat_lora" / "__init__.py")
-
-
 def test_a_verb_that_is_gone_and_a_function_say_so_in_a_line(alone):
     for verb, (code, said) in zip(VERBS, commands(alone, *([v] for v in VERBS)), strict=True):
         assert code == 2
@@ -125,10 +118,13 @@ def test_a_verb_that_is_gone_and_a_function_say_so_in_a_line(alone):
     assert said == [f"dschat_lora.{each} is an add-on that is not installed" for each in FUNCTIONS]
 
 
-def test_the_stages_generate_and_merge_run(alone):
+def test_every_module_imports_and_the_stages_generate_and_merge_run(alone):
+    paths = (path.relative_to(alone) for path in sorted((alone / "dschat_lora").rglob("*.py")))
+    names = (".".join(path.with_suffix("").parts) for path in paths)
+    modules = [each.removesuffix(".__init__") for each in names]
     rows = BUNDLED_DATA["train"].read_text(encoding="utf-8").splitlines(keepends=True)
     (alone / "rows.jsonl").write_text("".join(rows[:64]), encoding="utf-8")
-    short = "--data_path rows.jsonl --max_steps 2 --eval_ratio 0 --num_warmup_steps 0".split()
+    short = "--data_path rows.jsonl --max_steps 1 --eval_ratio 0 --num_warmup_steps 0".split()
     sft, pairs, dpo, rlhf = (
         ["training/step1_sft/main.py", "--lora_dim", "4", "--output_dir", "sft"],
         ["training/step2_reward/main.py", "--lora_dim", "4", "--output_dir", "reward"],
@@ -141,8 +137,7 @@ def test_the_stages_generate_and_merge_run(alone):
     )
     asked = ["generate", "sft", "--chat", "What is 2 plus 3?", "--max_new_tokens", "4"]
     lists = [*([*each, *short] for each in (sft, pairs, dpo, rlhf)), asked, ["merge", "sft"]]
-    heavy = ("supervised.stages", "supervised.generate", "rl.loop.train", "runtime.merge")
-    for code, said in commands(alone, *lists, modules=heavy):
+    for code, said in commands(alone, *lists, modules=modules):
         assert code == 0, said
     assert (alone / "sft" / "model" / "config.json").is_file()
 
@@ -159,11 +154,11 @@ def test_without_one_add_on_the_others_have_their_verbs(tmp_path, name):
     home = copy(tmp_path, name)
     addons = [each for each in installed().values() if name not in (each.name, *each.needs)]
     verbs = [verb for each in addons for verb in each.verbs]
-    lists = [["--help"], *([verb, "--help"] for verb in verbs), ["sft", "--help"]]
-    for argv, (code, said) in zip(lists, commands(home, *lists), strict=True):
+    helps = [["--help"], *([verb, "--help"] for verb in verbs), ["sft", "--help"]]
+    needed = [[v] for each in installed().values() if name in each.needs for v in each.verbs]
+    ended = commands(home, *helps, *needed)
+    for argv, (code, said) in zip(helps, ended[: len(helps)], strict=True):
         assert (argv, code, said[:6]) == (argv, 0, "usage:")
-    needed = [each for each in installed().values() if name in each.needs]
-    lists = [[verb] for each in needed for verb in each.verbs]
-    for (verb,), (code, said) in zip(lists, commands(home, *lists), strict=True):
+    for (verb,), (code, said) in zip(needed, ended[len(helps) :], strict=True):
         line = f"dschat-lora {verb} needs the add-on {name}, which is not installed"
         assert (code, said) == (2, f"error: {line}\n")

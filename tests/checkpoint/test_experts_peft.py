@@ -13,12 +13,7 @@ from transformers import AutoModelForCausalLM
 from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.merge import merged_state_dict
-from dschat_lora.lora.model import (
-    adapter_parameters,
-    apply_lora,
-    lora_layers,
-    with_expert_settings,
-)
+from dschat_lora.lora.model import adapter_parameters, apply_lora, lora_layers, with_expert_settings
 from fakecuda.captured import tiny
 from helpers.spread import ALL
 from helpers.tiny import write_trained

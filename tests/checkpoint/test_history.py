@@ -44,8 +44,7 @@ def damage(run, step):
 
 
 @pytest.mark.parametrize(
-    ("step", "name"),
-    [(0, "step-00000000"), (100, "step-00000100"), (123456789, "step-123456789")],
+    ("step", "name"), [(0, "step-00000000"), (100, "step-00000100"), (123456789, "step-123456789")]
 )
 def test_name_of_a_step_and_back(step, name, tmp_path):
     assert step_directory(tmp_path, step) == tmp_path / "checkpoints" / name

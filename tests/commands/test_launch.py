@@ -11,10 +11,7 @@ import pytest
 
 from dschat_lora.commands.launch import Relay
 
-
-@pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 # As the launcher: two ranks, one with a worker of its own, and the code of the first that fails.

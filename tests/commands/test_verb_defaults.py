@@ -25,11 +25,8 @@ SCORED = ["--reward_function", "dschat_lora.world:reward"]
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch, first_rows):
+def elsewhere(own_directory, tmp_path, first_rows):
     """A directory with an adapter of rank 4, a reward model's, one of all weights, and files."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     write_adapter_config(tmp_path / "adapter")
     shutil.copytree(BUNDLED_MODEL, tmp_path / "whole" / "model")
     shutil.copytree(BUNDLED_MODEL, tmp_path / "scorer")

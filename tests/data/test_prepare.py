@@ -170,10 +170,7 @@ def test_answers_that_their_label_calls_bad_are_left_out_and_counted(run, jsonl)
     assert texts(prepared.train) == ["row 0: 0</s>", "row 3: 3</s>"]
     assert (prepared.audit.bad_rows, prepared.audit.rows_by_type) == (
         0,
-        {
-            "unpaired preference": 2,
-            "unpaired preference with label false left out": 2,
-        },
+        {"unpaired preference": 2, "unpaired preference with label false left out": 2},
     )
     assert len(run(jsonl(rows), unpaired_rows="all").train) == 4
     with pytest.raises(ValueError, match=r":1: row has a `label`, so its answer may be a bad one"):

@@ -66,10 +66,7 @@ ROWS = {
     "WikiText 2": ({"text": " = Valkyria Chronicles III = \n"}, ""),
     "TinyStories": ({"text": "Once upon a time"}, ""),
     "HH-RLHF": ({"chosen": CHAT + " a", "rejected": CHAT + " w"}, CHAT),
-    "rm-static": (
-        {"prompt": CHAT, "response": " a", "chosen": " a", "rejected": " w"},
-        CHAT,
-    ),
+    "rm-static": ({"prompt": CHAT, "response": " a", "chosen": " a", "rejected": " w"}, CHAT),
     "UltraFeedback, binarized": (
         {"prompt": "u", "prompt_id": "6999", **HELD, "messages": [U, A]}
         | {"score_chosen": 8.5, "score_rejected": 7.0},

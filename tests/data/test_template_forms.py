@@ -156,9 +156,7 @@ FORMS = {
     ),
     "header always, no end": (
         by_role(
-            user="### Instruction:\n$\n\n",
-            said="### Response:\n$\n\n",
-            always="### Response:\n",
+            user="### Instruction:\n$\n\n", said="### Response:\n$\n\n", always="### Response:\n"
         ),
         "",
         (),
@@ -423,7 +421,6 @@ def test_a_header_is_told_from_an_end_that_is_the_end_of_sequence():
     assert learnt(tokenizer, [*ONE, *TWO])[0] == answers
 
 
-THOUGHTFUL = "tags of its own for thoughts"
 MARKED = FORMS["next marker, thoughts, closed calls"][0].replace(
     "<|assistant|>\n<think>", "<|assistant|>\n{% generation %}<think>", 1
 )
@@ -538,8 +535,5 @@ def test_a_system_message_that_stands_with_the_last_question_stays_in_the_prompt
     found = to_records(row, Chat(tokenizer, EOS))
     # by hand, as the model is asked in each turn
     first, second = "[INST]Be kind.; One?[/INST]", "[INST]Be kind.; Two?[/INST]"
-    assert [record.prompt for record in found] == [
-        first,
-        f"[INST]One?[/INST] First.{EOS}{second}",
-    ]
+    assert [record.prompt for record in found] == [first, f"[INST]One?[/INST] First.{EOS}{second}"]
     assert [record.completion for record in found] == [f" First.{EOS}", f" Second.{EOS}"]

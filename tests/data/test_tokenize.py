@@ -26,11 +26,7 @@ TOKENIZERS = {
     "ar": build_byte_tokenizer(merges=[("a", "r")]),
     "_": build_metaspace_tokenizer(),  # as SentencePiece, a mark for a space
 }
-RECORDS = {
-    "samples": "prompt-completion",
-    "pairs": "preference",
-    "unpaired": "unpaired preference",
-}
+RECORDS = {"samples": "prompt-completion", "pairs": "preference", "unpaired": "unpaired preference"}
 
 
 def make_record(texts, kind="samples", **more):

@@ -65,10 +65,7 @@ def operations_of_steps(dtype, max_grad_norm, overflow):
 @pytest.mark.parametrize(("dtype", "limit"), [("fp32", 0.0), ("fp32", 1.0), ("fp16", 1.0)])
 def test_step_reads_one_number_and_that_after_all_else(ranks, size, dtype, limit, overflow):
     for report in ranks(size).run(
-        "engine.test_step:operations_of_steps",
-        dtype=dtype,
-        max_grad_norm=limit,
-        overflow=overflow,
+        "engine.test_step:operations_of_steps", dtype=dtype, max_grad_norm=limit, overflow=overflow
     ):
         assert "aten._fused_adamw_" in report["queued"]
         assert not READS & set(report["queued"])

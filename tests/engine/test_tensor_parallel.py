@@ -54,8 +54,7 @@ def runs(ranks, model_directory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [*((kind, "fp32") for kind in (KINDS if ALL else KINDS[:1])), *HALF],
+    ("kind", "dtype"), [*((kind, "fp32") for kind in (KINDS if ALL else KINDS[:1])), *HALF]
 )
 def test_ranks_agree_to_the_bit_and_losses_norms_and_adapters_are_those_of_one_process(
     runs, kind, dtype

@@ -30,10 +30,7 @@ LAYOUTS = {
     "ZeRO 3": "--tensor_parallel_size 2 --zero_stage 3 --sample_generations 0",
     "rows divided": "--context_parallel_size 2",
 }
-AUTO = {
-    "step2_reward": AutoModelForSequenceClassification,
-    "step2_dpo": AutoModelForCausalLM,
-}
+AUTO = {"step2_reward": AutoModelForSequenceClassification, "step2_dpo": AutoModelForCausalLM}
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ CARDS = {  # name, compute capability, memory in GB
 }
 # Operations whose result's shape depends on values: the host waits for them.
 VALUE_SHAPED = {
-    *("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal"),
+    *("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal")
 }
 COLLECTIVES = {
     "allreduce_": "all_reduce",

@@ -52,10 +52,7 @@ FAMILIES = {
     "olmoe": ("olmoe", _EXPERTS),
 }
 # Families whose steps of decoding are no graph, and why.
-UNCAPTURED = {
-    "llama dynamic": "waits for the device",
-    "lfm2": "has a cache of its own",
-}
+UNCAPTURED = {"llama dynamic": "waits for the device", "lfm2": "has a cache of its own"}
 # Families of which transformers has no classifier, and so we no reward model.
 UNSCORED = {"granite", "lfm2", "olmoe"}
 # Families with routed experts, which cannot be packed into 4 bits as they are loaded.

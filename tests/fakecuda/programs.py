@@ -172,15 +172,7 @@ def train(
 
 
 def train_on(
-    shape,
-    *,
-    layers,
-    steps,
-    dtype="bf16",
-    card="h200",
-    zero_stage=0,
-    world_size=1,
-    save_interval=0,
+    shape, *, layers, steps, dtype="bf16", card="h200", zero_stage=0, world_size=1, save_interval=0
 ):
     """What a run of so many steps waits for, from its first step to its end, where it evaluates."""
     size = replace(shapes.SHAPES[shape], num_layers=layers, rows=4, row_length=512, max_sample=512)

@@ -43,10 +43,7 @@ def check_estimate(found):
 
 @pytest.mark.parametrize(
     ("card", "dtype", "kernel"),
-    [
-        ("h200", "bfloat16", "_varlen_attn"),
-        *[("t4", "float16", "_efficient_attention")] * ALL,
-    ],
+    [("h200", "bfloat16", "_varlen_attn"), *[("t4", "float16", "_efficient_attention")] * ALL],
 )
 def test_a_step_reads_its_loss_and_norm_and_waits_for_nothing_else(
     fake_device, card, dtype, kernel
@@ -179,11 +176,7 @@ def test_offload_copies_gradients_and_updates_and_at_zero_3_weights(fake_device,
     assert trained <= noted["copied"]["cuda->cpu"] < 3 * trained
     assert noted["copied"]["cpu->cuda"] >= (trained if stage == 2 else 2 * 4 * 12 * 2048**2)
     # Those of DeepSpeed's step, which at stages 1 and 2 reads each tensor's norm, and the loss.
-    assert {place.split()[-1] for place in noted["waits"]} <= {
-        "_zero_step",
-        "backward",
-        "read",
-    }
+    assert {place.split()[-1] for place in noted["waits"]} <= {"_zero_step", "backward", "read"}
 
 
 @pytest.mark.thorough

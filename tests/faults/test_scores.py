@@ -57,11 +57,9 @@ NO_SCORES = {
     "text of NaN": (["nan"] * 3, "returned 'nan' for"),
     "half an emoji": (["\ud83d"] * 3, "returned '\\ud83d' for"),
     "lists": ([[1.0]] * 3, "returned [1.0] for"),
-    "lists without end": (
-        [reduce(lambda inner, _: [inner], range(3000), [])] * 3,
-        "returned [[[[[[[...]]]]]]] for",
-    ),
+    "lists without end": ([NESTED] * 3, "returned [[[[[[[...]]]]]]] for"),
     "rows of an array": (np.ones((3, 2)), "returned [1.0, 1.0] for"),
+    "rows of a tensor": (torch.ones(3, 2), "returned tensor([1., 1.]) for"),
     "complex numbers": ([1j] * 3, "returned 1j for"),
     "dicts": ([{}] * 3, "returned {} for"),
     "one text": ("abc", "returned a str for 3 responses"),

@@ -5,11 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dschat_lora.generation.batch_state import CachedRows
 from dschat_lora.generation.fast_linears import FastLinears
@@ -35,14 +31,7 @@ def lively(kind, attention="sdpa"):
 def run(model, prompts, sampling, *, seeds=None, eos_ids=(), **options):
     seeds = [[0] for _ in prompts] if seeds is None else seeds
     return decode(
-        model,
-        prompts,
-        sampling,
-        seeds=seeds,
-        eos_ids=eos_ids,
-        pad_id=PAD,
-        device=CPU,
-        **options,
+        model, prompts, sampling, seeds=seeds, eos_ids=eos_ids, pad_id=PAD, device=CPU, **options
     )
 
 

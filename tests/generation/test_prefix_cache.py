@@ -154,10 +154,7 @@ def test_padding_is_stored_behind_its_prompt(monkeypatch):
         served.leave(1)
         served.leave(0)
         served.join([[*texts[0], 5], [*texts[1], 5, 6, 7]])
-    assert places == [
-        [[20, 20, 20, *range(20)], [*range(23)]],
-        [[21, 21, 20], [23, 24, 25]],
-    ]
+    assert places == [[[20, 20, 20, *range(20)], [*range(23)]], [[21, 21, 20], [23, 24, 25]]]
 
 
 def test_a_prompt_takes_the_longest_of_several_that_begin_as_it_does():

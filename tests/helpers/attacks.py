@@ -41,12 +41,9 @@ class Payload:
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(own_directory, tmp_path, monkeypatch):
     """The user's own directory, where the attacker's payloads would leave a file ``ran``."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     yield
     assert not (tmp_path / "ran").exists()
 

@@ -24,10 +24,7 @@ from dschat_lora.config.addons import installed, load
 from dschat_lora.config.options import flatten, option_aliases, option_fields
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.values import is_switch, switch_words, value_shape
-from dschat_lora.config.verbs import (
-    GenerateConfig,
-    MergeConfig,
-)
+from dschat_lora.config.verbs import GenerateConfig, MergeConfig
 from dschat_lora.runtime import stage_main
 from helpers.addons import of_addon
 from helpers.step1 import write_adapter_config, write_jsonl

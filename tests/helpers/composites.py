@@ -88,11 +88,7 @@ _FIELDS = {
         {"tie_word_embeddings": True, "audio_config": None},
     ),
     "qwen3_5": (_LINEAR | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}}, _QWEN, {}),
-    "qwen3_vl": (
-        {"rope_parameters": _MROPE},
-        _QWEN | {"deepstack_visual_indexes": [0]},
-        {},
-    ),
+    "qwen3_vl": ({"rope_parameters": _MROPE}, _QWEN | {"deepstack_visual_indexes": [0]}, {}),
     "mistral3": (
         {"model_type": "mistral"},
         {"model_type": "pixtral", "head_dim": 8},

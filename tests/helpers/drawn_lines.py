@@ -207,8 +207,7 @@ def deepspeed_texts(draw):
     value = st.recursive(
         leaf,
         lambda value: st.one_of(
-            st.lists(value, max_size=2),
-            st.dictionaries(st.sampled_from(inner), value, max_size=3),
+            st.lists(value, max_size=2), st.dictionaries(st.sampled_from(inner), value, max_size=3)
         ),
         max_leaves=6,
     )

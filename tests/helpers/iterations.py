@@ -18,11 +18,7 @@ from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.rates import parameter_groups
 from dschat_lora.models.average import MovingAverage
 from dschat_lora.rl.learn.engines import Engines, RewardModelScorer, make_experience
-from dschat_lora.rl.learn.experience import (
-    Steps,
-    advantages_and_returns,
-    count_deferred,
-)
+from dschat_lora.rl.learn.experience import Steps, advantages_and_returns, count_deferred
 from dschat_lora.rl.learn.pretraining import Pretraining
 from dschat_lora.rl.learn.update import Updater
 from dschat_lora.rl.options.algorithms import PpoConfig

@@ -3,11 +3,7 @@
 import peft
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dschat_lora import __main__ as command
 from dschat_lora.assets import BUNDLED_MODEL

@@ -7,7 +7,7 @@ import torch
 
 from dschat_lora.kernels import attention
 from dschat_lora.kernels.attention import COPIES, NOWHERE, OwnColumns, attend_own_columns
-from helpers.spread import ALL
+from helpers.spread import ALL, pairwise
 from scripts.columns_read import columns_read
 
 pytest.importorskip("triton")
@@ -62,13 +62,19 @@ def of(first, last, *, own=None, tiles=None, window=None):
 FIRST, LAST = [0, 3, 64, NOWHERE, 149, 40], [149, 3, 127, 149, 149, 104]
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 100] if ALL else [None, 7])
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "size"),
-    [(4, 4, 16), (4, 2, 32), (6, 2, 24), (7, 1, 80), (4, 1, 128), (2, 1, 256)][:: 1 if ALL else 2],
+    "case",
+    pairwise(
+        {
+            "shape": [(4, 4, 16), (6, 2, 24), (4, 1, 128)]
+            + [(4, 2, 32), (7, 1, 80), (2, 1, 256)] * ALL,
+            "window": [None, 7] + [1, 100] * ALL,
+            "processors": [1, 40],
+        }
+    ),
 )
-@pytest.mark.parametrize("processors", [1, 40])
-def test_rows_attend_to_their_own_columns(heads, key_heads, size, window, processors, monkeypatch):
+def test_rows_attend_to_their_own_columns(case, monkeypatch):
+    (heads, key_heads, size), window, processors = case.values()
     split_among(monkeypatch, processors)
     key, value = stores(len(FIRST), key_heads, size)
     query = draw(len(FIRST), heads, 1, size).transpose(1, 2)[:, 0]
@@ -106,12 +112,18 @@ def with_shared(key, value):
     return key, value
 
 
-@pytest.mark.parametrize("window", [None, 6, 60, 120] if ALL else [None, 60])
 @pytest.mark.parametrize(
-    ("heads", "key_heads"), [(2, 2), (8, 2), (12, 2), (16, 1)][:: 1 if ALL else 2]
+    "case",
+    pairwise(
+        {
+            "heads": [(2, 2), (12, 2)] + [(8, 2), (16, 1)] * ALL,
+            "window": [None, 60] + [6, 120] * ALL,
+            "processors": [1, 40],
+        }
+    ),
 )
-@pytest.mark.parametrize("processors", [1, 40])
-def test_rows_of_one_prompt_read_it_together(heads, key_heads, window, processors, monkeypatch):
+def test_rows_of_one_prompt_read_it_together(case, monkeypatch):
+    (heads, key_heads), window, processors = case.values()
     split_among(monkeypatch, processors)
     key, value = with_shared(*stores(8, key_heads, 32))
     query = draw(8, heads, 32)
@@ -121,8 +133,8 @@ def test_rows_of_one_prompt_read_it_together(heads, key_heads, window, processor
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 60])
-@pytest.mark.parametrize("heads", [4, 32])  # of which programs read for 8 rows and for 4
+# Programs read for 8 rows of 4 heads, and for 4 rows of 32.
+@pytest.mark.parametrize(("heads", "window"), [(4, None), (32, 60), *[(4, 60), (32, None)] * ALL])
 def test_rows_read_the_columns_that_are_counted(heads, window, monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     if "DSCHAT_LORA_KERNELS" in os.environ:

@@ -17,12 +17,7 @@ from dschat_lora.lora.collectives import TensorGroup
 from dschat_lora.lora.groups import Groups, PackedLoraLinear, parts_of
 from dschat_lora.lora.layers import draw_keep
 from dschat_lora.lora.merge import merged_state_dict
-from dschat_lora.lora.model import (
-    adapter_layout,
-    adapter_parameters,
-    adapters_disabled,
-    apply_lora,
-)
+from dschat_lora.lora.model import adapter_layout, adapter_parameters, adapters_disabled, apply_lora
 from dschat_lora.models.tensor_parallel import divide
 from dschat_lora.perf.shape import describe
 from helpers.tiny import tiny_model
@@ -203,11 +198,7 @@ def test_sizes_come_from_the_heads_of_the_model():
             "--enable_lora q v: h.0.c_attn has 8 outputs, not the 12 of q, k and v of the model's "
             "configuration",
         ),
-        (
-            divided,
-            "c_attn",
-            "--enable_lora q v is for whole layers, not for",
-        ),
+        (divided, "c_attn", "--enable_lora q v is for whole layers, not for"),
     ],
     ids=["not packed", "packed by heads", "of another width", "divided"],
 )

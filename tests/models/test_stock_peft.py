@@ -8,11 +8,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from dschat_lora.config.groups import LoraConfig, ModelConfig
-from dschat_lora.lora.model import (
-    adapter_parameters,
-    apply_lora,
-    with_expert_settings,
-)
+from dschat_lora.lora.model import adapter_parameters, apply_lora, with_expert_settings
 from dschat_lora.models.build import AdaptedModel, peft_warning
 from dschat_lora.models.loading import load_causal_lm, load_config
 from fakecuda.captured import tiny

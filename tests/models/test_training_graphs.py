@@ -92,16 +92,8 @@ def scorer(kind):
 CASES = {
     "texts": (lambda kind: CausalLMLoss(adapted(tiny_model(kind))), text_loss, partial(texts, 0)),
     "packed": (lambda kind: CausalLMLoss(adapted(tiny_model(kind))), text_loss, partial(texts, 1)),
-    "pairs": (
-        lambda kind: CausalLMLogprobs(adapted(tiny_model(kind))),
-        pair_loss,
-        pair_batches,
-    ),
-    "rewards": (
-        scorer,
-        partial(pair_loss, places="ends", targets=()),
-        pair_batches,
-    ),
+    "pairs": (lambda kind: CausalLMLogprobs(adapted(tiny_model(kind))), pair_loss, pair_batches),
+    "rewards": (scorer, partial(pair_loss, places="ends", targets=()), pair_batches),
     "policy": (lambda kind: Policy(adapted(tiny_model(kind))), policy_loss, responses),
 }
 

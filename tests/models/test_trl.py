@@ -29,10 +29,7 @@ from helpers.tiny import tiny_model
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
-pytestmark = [
-    pytest.mark.stage,
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.stage, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 R, ALPHA, BETA = 3, 6, 0.3
 ROWS = [
@@ -176,10 +173,7 @@ VARIANTS = {
     "sigmoid": ({"loss_type": "sigmoid"}, DpoConfig(beta=BETA)),
     "hinge": ({"loss_type": "hinge"}, DpoConfig(beta=BETA, loss_type="hinge")),
     "ipo": ({"loss_type": "ipo"}, DpoConfig(beta=BETA, loss_type="ipo")),
-    "by length": (
-        {"loss_type": "sigmoid_norm"},
-        DpoConfig(beta=BETA, length_normalization=True),
-    ),
+    "by length": ({"loss_type": "sigmoid_norm"}, DpoConfig(beta=BETA, length_normalization=True)),
 }
 
 

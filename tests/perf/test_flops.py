@@ -11,12 +11,7 @@ from dschat_lora.algos.logprobs import linear_cross_entropy
 from dschat_lora.config.groups import LoraConfig
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.perf.shape import describe
-from dschat_lora.perf.throughput import (
-    Flops,
-    deepspeed_chat_flops,
-    forward_flops,
-    step_flops,
-)
+from dschat_lora.perf.throughput import Flops, deepspeed_chat_flops, forward_flops, step_flops
 from helpers.perf_models import (
     FAMILIES,
     MLP_UP,
@@ -71,11 +66,7 @@ def assert_count_is_right(model, *, checkpointing=False):
     [
         tuple(row.values())
         for row in pairwise(
-            {
-                "family": tuple(FAMILIES),
-                "variant": tuple(VARIANTS),
-                "checkpointing": (False, True),
-            }
+            {"family": tuple(FAMILIES), "variant": tuple(VARIANTS), "checkpointing": (False, True)}
         )
     ],
 )
@@ -235,11 +226,7 @@ def test_model_flops_of_one_small_block_are_the_sum_done_by_hand():
     Head 2 * (2 * 4 * 80) = 1280 per target.
     """
     model = opt(
-        hidden_size=4,
-        word_embed_proj_dim=4,
-        ffn_dim=16,
-        num_attention_heads=2,
-        num_hidden_layers=1,
+        hidden_size=4, word_embed_proj_dim=4, ffn_dim=16, num_attention_heads=2, num_hidden_layers=1
     )
     add_lora(model, 1, names=("fc1",))
     model.enable_input_require_grads()

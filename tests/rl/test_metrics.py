@@ -239,8 +239,7 @@ def counted():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rounding", "wrong"),
-    [("fp32", 4e-4, 6e-4), ("bf16", 0.2, 0.3), ("fp16", 0.09, 0.11)],
+    ("dtype", "rounding", "wrong"), [("fp32", 4e-4, 6e-4), ("bf16", 0.2, 0.3), ("fp16", 0.09, 0.11)]
 )
 def test_a_sampler_that_no_rounding_explains_stops_the_run(dtype, rounding, wrong):
     check_sampler({"sampler_error": rounding}, dtype, RolloutConfig())

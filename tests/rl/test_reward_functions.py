@@ -95,18 +95,7 @@ def test_none_is_a_response_that_does_not_count(returned):
     ("returned", "words"),
     [
         ([1.0, 2.0], "returned 2 scores for 3 responses; it must return a list"),
-        (torch.ones(4), "returned 4 scores for 3 responses"),
-        (None, "returned a NoneType for 3 responses"),
-        (torch.tensor(1.0), "returned a Tensor for 3 responses"),
-        ({1: 2, 3: 4, 5: 6}, "returned a dict for 3 responses"),
-        ("abc", "returned a str for 3 responses"),
         ([1, math.inf, 0], "returned inf for the prompt '5'; scores are finite numbers, or None"),
-        ([1.0, -math.inf, 0.0], "returned -inf for the prompt '5'; scores are finite"),
-        (torch.tensor([1.0, math.nan, 2.0]), r"returned tensor\(nan\) for the prompt '5'"),
-        ([1.0, "good", 0.0], "returned 'good' for the prompt '5'; scores are finite"),
-        ([1.0, [1, 2], 0.0], r"returned \[1, 2\] for the prompt '5'; scores are finite"),
-        ([1.0, 10**400, 0.0], "returned 10000000000.*; scores are finite"),
-        (torch.ones(3, 2), r"returned tensor\(\[1., 1.\]\) for the prompt '5 6'; scores are"),
     ],
 )
 def test_what_is_no_score_is_refused_by_name(returned, words, option):

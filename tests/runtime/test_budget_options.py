@@ -13,12 +13,7 @@ from dschat_lora.runtime.roles import OneRole, trained_models
 from dschat_lora.supervised.validation import check_supervised
 from helpers.step1 import checked, parsed, write_checkpoint
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch, first_rows):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("own_directory", "first_rows")
 
 
 def error_of(*argv, check=checked):

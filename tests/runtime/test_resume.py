@@ -32,12 +32,7 @@ IDENTITY = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch, first_rows):
-    """A directory of the user's own, without a launcher's environment."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("own_directory", "first_rows")
 
 
 @pytest.fixture

@@ -15,12 +15,9 @@ from helpers.step1 import checked, parsed, write_checkpoint, write_jsonl
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(own_directory, tmp_path):
     """A directory with one row of data, without a launcher's environment."""
-    monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "row.jsonl", [{"prompt": "a", "chosen": " b", "rejected": " c"}])
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

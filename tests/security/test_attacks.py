@@ -26,9 +26,9 @@ from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import options_to_keep, settle
 from helpers.addons import of_addon
 from helpers.attacks import Payload, elsewhere, message
-from helpers.step1 import checked, parsed, refused, write_adapter_config, write_jsonl
+from helpers.step1 import checked, parsed, write_adapter_config, write_jsonl
 
-__all__ = ["elsewhere", "refused"]
+__all__ = ["elsewhere"]
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dschat_lora"
@@ -36,9 +36,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dschat_lora"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """``checkpoint(state=..., **options)``: of a run of step 1, with options and state changed."""
+    """``checkpoint(**options)``: of a run of step 1, with options changed."""
 
-    def make(*, state=None, **options):
+    def make(**options):
         config = checked("--output_dir", "out")
         directory = step_directory(tmp_path / "out", 5)
         directory.mkdir(parents=True)
@@ -48,10 +48,8 @@ def checkpoint(tmp_path):
             "identity": identity,
             "options": options_to_keep(config) | options,
             "config": flatten(config) | options,
-            **(state or {}),
         }
-        text = content if isinstance(content, str) else json.dumps(content)
-        (directory / "state.json").write_text(text)
+        (directory / "state.json").write_text(json.dumps(content))
         write_manifest(directory, kind="checkpoint")
         return directory
 
@@ -114,19 +112,6 @@ def test_a_checkpoint_cannot_have_deepspeed_write(checkpoint, tmp_path):
 def test_options_of_a_checkpoint_are_checked_as_if_typed(checkpoint, options):
     checkpoint(**options)
     assert "state.json: options: " + next(iter(options)) in message(resume)
-
-
-@pytest.mark.parametrize("state", [{"identity": 3}, {"options": []}, {"step": "1"}])
-def test_a_state_of_another_shape_is_refused(checkpoint, state):
-    checkpoint(state=state)
-    assert "is not the state of a run" in message(resume)
-
-
-def test_a_state_nested_without_end_is_refused(checkpoint):
-    path = checkpoint()
-    (path / "state.json").write_text("[" * 100_000)
-    write_manifest(path, kind="checkpoint")
-    assert "is not the state of a run" in message(resume)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "tensorboard"])
@@ -227,32 +212,6 @@ def test_a_chat_template_stays_in_its_sandbox(tmp_path):
 
 
 # ---------------------------------------------------------------------------- data, recipes, caches
-
-
-def test_data_nested_without_end_is_a_bad_row(refused, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n")
-    tokenizer = load_tokenizer(str(BUNDLED_MODEL), ModelConfig())
-    config = DataConfig(data_path=(str(tmp_path / "rows.jsonl"),))
-    options = {"phase": 1, "seed": 0, "eos_id": 2, "cache_dir": tmp_path / "cache"}
-    assert "rows.jsonl:1" in message(lambda: prepare(config, tokenizer, **options))
-
-
-TAGS = ["!!python/object/apply:os.system ['touch ran']", "!!python/name:os.system"]
-
-
-@pytest.mark.parametrize("tag", TAGS)
-def test_a_config_file_makes_no_objects(refused, tmp_path, tag):
-    (tmp_path / "run.yaml").write_text(f"seed: {tag}\n")
-    assert "run.yaml" in refused("--config", "run.yaml")
-
-
-def test_a_config_file_that_grows_when_it_is_read_is_refused(refused, tmp_path):
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 5)]
-    (tmp_path / "run.yaml").write_text("\n".join([*lines, "data_path: *a4"]))
-    assert "run.yaml cannot be read: it holds more than 100,000 values" in refused(
-        "--config", "run.yaml"
-    )
 
 
 def test_a_cache_cannot_name_files_elsewhere(tmp_path):

@@ -413,10 +413,7 @@ def test_constant_reward_is_warned_of_once(home, command):
 @stage_test
 @pytest.mark.parametrize(
     ("function", "ranks", "part"),
-    [
-        ("too_few", 1, "returned 1 scores for 3 responses"),
-        *[("infinite", 2, "returned inf")] * ALL,
-    ],
+    [("too_few", 1, "returned 1 scores for 3 responses"), *[("infinite", 2, "returned inf")] * ALL],
 )
 def test_function_that_returns_no_scores_ends_the_run_in_one_line(command, function, ranks, part):
     argv = [*FUNCTION, f"my_rewards:{function}", "--output_dir", f"bad-{function}"]

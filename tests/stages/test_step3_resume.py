@@ -166,9 +166,7 @@ def test_intervals_that_end_within_iterations_are_kept(undisturbed):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
-    POINTS,
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ("name", "number"), POINTS, ids=lambda value: value if isinstance(value, str) else value.name
 )
 def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undisturbed):
     whole = undisturbed(name)

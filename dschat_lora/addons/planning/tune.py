@@ -210,7 +210,8 @@ def open_study(search: Search, path: Path, *, resume: bool) -> "Study":
             f"{path.parent} holds a search: go on with --resume, or choose another --output_dir"
         )
     study = optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(path))),
+        # Absolute: else optuna waits for the lock of a killed process without end.
+        storage=JournalStorage(JournalFileBackend(str(path.resolve()))),
         study_name="tune",
         load_if_exists=True,
         direction="maximize" if search.rises else "minimize",

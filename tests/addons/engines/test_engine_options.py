@@ -25,10 +25,7 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (
-            ["--rollout_engine", "sglang"],
-            "own, vllm, or addresses of servers such as http://",
-        ),
+        (["--rollout_engine", "sglang"], "own, vllm, or addresses of servers such as http://"),
         (
             ["--rollout_engine", f"{NOBODY},ftp://a"],
             "--rollout_engine must be own, .*, got .*,ftp://a",

@@ -46,13 +46,7 @@ def actor():
     source, options = find_model(None), ModelConfig()
     tokenizer = load_tokenizer(source.tokenizer, options)
     adapted = build_causal_lm(
-        source,
-        tokenizer,
-        options,
-        LoraConfig(lora_dim=4),
-        dtype=torch.float32,
-        seed=0,
-        meta=False,
+        source, tokenizer, options, LoraConfig(lora_dim=4), dtype=torch.float32, seed=0, meta=False
     )
     changed(adapted.model.eval(), 1)
     ends = [*end_ids(tokenizer), tokenizer.encode(".", add_special_tokens=False)[0]]

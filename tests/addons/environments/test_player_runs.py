@@ -16,10 +16,7 @@ ARGV = """
     --eval_prompts 2 --eval_ratio 0 --actor_lora_learning_rate 5e-3 --stop_tokens e i n t a o
     --algorithm grpo --num_generations 2 --generation_batches 2 --log_rollouts 99
 """.split()
-PLAYERS = {
-    "BetterOfTwo": "",
-    "Hint": "--reward_function helpers.rlhf_course:vowels",
-}
+PLAYERS = {"BetterOfTwo": "", "Hint": "--reward_function helpers.rlhf_course:vowels"}
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,7 @@ def test_another_run_is_not_resumed_and_all_that_differs_is_said(
 
 
 @pytest.mark.parametrize(
-    ("name", "keep"),
-    [("model.safetensors", -1), ("trainer_state.json", 9), ("scheduler.pt", None)],
+    ("name", "keep"), [("model.safetensors", -1), ("trainer_state.json", 9), ("scheduler.pt", None)]
 )
 def test_a_damaged_checkpoint_is_passed_over(checked, trained, tmp_path, name, keep):
     run = tmp_path / "run"

@@ -160,11 +160,7 @@ FORMS = {
         [u([text("Q\n"), HERE]), a([{"text": "A", "type": "text", "index": None}])],
         "r",
     ),
-    "two bare parts in two messages": (
-        chat(*FOUR, images=["sub/blue.png", "red.png"]),
-        FOUR,
-        "br",
-    ),
+    "two bare parts in two messages": (chat(*FOUR, images=["sub/blue.png", "red.png"]), FOUR, "br"),
     **{
         f"transformers: {key}": (chat(u([{**HERE, key: value}, text("What?")]), ONE[1]), ONE, kind)
         for key, value, kind in [

@@ -108,13 +108,7 @@ class Seeing:
         lora = replace(lora, target_modules=targets or lora.target_modules)
         check_targets(self.source, self.config.model, lora)
         adapted = build(
-            self.source,
-            self.tokenizer,
-            self.config.model,
-            lora,
-            dtype=dtype,
-            seed=1,
-            meta=False,
+            self.source, self.tokenizer, self.config.model, lora, dtype=dtype, seed=1, meta=False
         )
         self.applied = adapted.lora
         generator = torch.Generator().manual_seed(0)

@@ -115,11 +115,7 @@ def test_names_and_settings_of_a_packed_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("width", "layers", "heads", "count", "ratio"),
-    [
-        (768, 12, 12, 147_456, 844),
-        (1024, 24, 16, 393_216, 902),
-        (1280, 36, 20, 737_280, 1050),
-    ],
+    [(768, 12, 12, 147_456, 844), (1024, 24, 16, 393_216, 902), (1280, 36, 20, 737_280, 1050)],
     ids=["small", "medium", "large"],
 )
 def test_gpt2_files_are_of_the_published_size(width, layers, heads, count, ratio):

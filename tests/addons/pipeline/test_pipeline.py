@@ -25,9 +25,7 @@ from helpers.step1 import write_adapter_config
 ALL = "stages: {sft: {lora_dim: 8}, reward: {}, rlhf: {}}"
 
 
-@pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path, monkeypatch, first_rows):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_directory", "first_rows")
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ STAGES = ("sft", "reward", "rlhf")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _with_this_package(own_directory, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 

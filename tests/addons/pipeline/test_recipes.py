@@ -18,9 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 
 
-@pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path, monkeypatch, first_rows):
-    monkeypatch.chdir(tmp_path)  # where nothing of an earlier run lies
+pytestmark = pytest.mark.usefixtures("own_directory", "first_rows")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -15,9 +15,7 @@ RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
 STATED = re.compile(r"^#\s+(\w+)\s+([\d.]+) GiB", re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path, monkeypatch, first_rows):
-    monkeypatch.chdir(tmp_path)  # where nothing of an earlier run lies
+pytestmark = pytest.mark.usefixtures("own_directory", "first_rows")
 
 
 def stated(path):

@@ -14,16 +14,14 @@ from curve_run import loss
 from dschat_lora.addons.planning import tune, verbs
 from dschat_lora.addons.planning.config import TuneConfig
 from helpers.spread import ALL
-from helpers.step1 import ROOT, metrics, run
+from helpers.step1 import ROOT, metrics
 
 HERE = Path(__file__).parent
 RATES = (1e-4, 1e-3, 1e-2)
 OPTIONS = {"lora_dim": 4, "lora_learning_rate": 1e-3, "max_steps": 27}
 
 
-@pytest.fixture(autouse=True)
-def own_directory(tmp_path, monkeypatch, first_rows):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_directory", "first_rows")
 
 
 def search_of(options=None, stage="sft", **own):
@@ -270,6 +268,23 @@ def test_a_directory_of_a_search_is_gone_on_with_or_refused(searched):
     assert [each.state.name for each in trials] == ["COMPLETE"]
 
 
+def test_the_lock_of_a_search_links_to_its_file_so_that_that_of_a_killed_one_is_given_up(
+    searched, monkeypatch
+):
+    """Optuna gives up what is 30 seconds old, but waits without end for a link to nothing."""
+    lock, links = sys.modules["optuna"].storages.journal.JournalFileSymlinkLock, []
+    acquire = lock.acquire
+
+    def noted(self):
+        acquire(self)
+        links.append(Path("out/study.log.lock").exists())
+        return True
+
+    monkeypatch.setattr(lock, "acquire", noted)
+    searched(rates=(1e-3,))
+    assert links == [True] * len(links) != []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, *[signal.SIGTERM] * ALL])
 def test_a_search_that_is_killed_goes_on_from_the_checkpoints(searched, number):
     options = {**OPTIONS, "max_steps": 400}
@@ -315,13 +330,12 @@ def _runs_here():
 
 
 @pytest.mark.stage
-def test_a_trial_that_is_not_ended_is_the_run_of_its_command(launcher):
+def test_a_trial_that_is_not_ended_is_the_run_of_its_command(launcher, monkeypatch):
     pytest.importorskip("optuna", reason="needs dschat_lora[planning]")
     # Of so many steps a trial that has lost at the first one is ended before its last.
     short = ["--lora_dim", "4", "--max_seq_len", "32", "--max_steps", "12", "--eval_iters", "1"]
-    words = ["tune", "sft", *short, "--rates", "1e-3", "1e-5", "--output_dir", "out"]
-    done = run([sys.executable, "-m", "dschat_lora", *words], Path())
-    assert done.code == 0, done.err
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the trials
+    verbs.tune(["sft", *short, "--rates", "1e-3", "1e-5", "--output_dir", "out"])
     plain = [*short, "--eval_interval", "1", "--output_dir", "plain"]
     running = launcher.start([*plain, "--lora_learning_rate", "1e-3"], Path.cwd())
     assert running.wait() == [0], running.output()

@@ -10,13 +10,6 @@ from dschat_lora.addons.serving.verbs import chat, serve
 from helpers.served import QUESTIONS, peft_greedy, write_run
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("runs")
-    write_run(directory / "reward", seed=5, reward=True)
-    return {name: write_run(directory / name, seed=seed) for seed, name in enumerate(["a", "b"])}
-
-
 @pytest.fixture
 def say(monkeypatch, capsys):
     """``say(lines, *argv)``: standard output and error of a chat that reads these lines."""

@@ -81,10 +81,7 @@ def test_several_targets_of_a_position_come_dense_and_sparse(client):
     }
     dense, other = (
         outputs_of(trainer.forward([each], "cross_entropy").result())
-        for each in (
-            datum(targets=targets, weights=floats(weights)),
-            types.Datum(prompt(), sparse),
-        )
+        for each in (datum(targets=targets, weights=floats(weights)), types.Datum(prompt(), sparse))
     )
     assert dense == other
     assert np.array(dense[1][0]).shape == targets.shape

@@ -11,9 +11,7 @@ for each in ("tinker", "uvicorn"):
 import torch
 from peft import PeftModel
 from tinker import types
-from tinker.proto.response_conv import (
-    deserialize_sample_response,
-)
+from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
 from addons.tinker.tinker_runs import NAME, Client, endless, result, rows, service_of, values

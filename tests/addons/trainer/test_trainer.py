@@ -375,11 +375,7 @@ MISTAKES = {
         r"sequences\[0\] lacks 'advantages', which loss 'ppo' reads; it has \['logprobs', ",
     ),
     "empty": ([GOOD | {"tokens": []}], {}, r"sequences\[0\]\['tokens'\] is empty"),
-    "unlike": (
-        [GOOD | {"weights": [0, 1]}],
-        {},
-        r"\['weights'\] has 2 values for 3 tokens",
-    ),
+    "unlike": ([GOOD | {"weights": [0, 1]}], {}, r"\['weights'\] has 2 values for 3 tokens"),
     "no token": ([GOOD | {"tokens": [1, 2, 5000]}], {}, r"\['tokens'\] holds 5000, which is no"),
     "below 0": ([GOOD | {"tokens": [1, -2, 5]}], {}, r"\['tokens'\] holds -2, which is no token"),
     "fractions": ([GOOD | {"tokens": [1.5, 2.0, 3.0]}], {}, r"must be a list of whole numbers"),
