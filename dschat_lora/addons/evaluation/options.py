@@ -35,12 +35,11 @@ class TaskOptions:
 
     def check(self, config: SupervisedConfig) -> None:
         """Refuse a model that answers nothing, or of which no process has all."""
-        from dschat_lora.config.stages import RewardStageConfig
         from dschat_lora.runtime.checks import require_packages
 
         if not self.eval_tasks:
             return
-        if isinstance(config, RewardStageConfig):
+        if config.task == "SEQ_CLS":
             raise ValueError(
                 "--eval_tasks ask a language model, and this stage trains a reward model"
             )

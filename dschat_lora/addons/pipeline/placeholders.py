@@ -13,21 +13,17 @@ from dschat_lora.checkpoint.adapter_config import (
     peft_fields,
 )
 from dschat_lora.config.groups import LoraConfig
-from dschat_lora.config.stages import RewardStageConfig, SupervisedConfig
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.models.source import find_model
-from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.checks import model_fields
 
 
-def write_placeholder(home: Path, config: SupervisedConfig | RlhfConfig) -> None:
+def write_placeholder(home: Path, config: StageConfig) -> None:
     """A placeholder for a run's output, with all that later stages' checks read."""
-    if isinstance(config, RlhfConfig):
-        home, model = home / "actor", config.actor.model(config.load)
-        lora = config.actor.lora(config.classic.only_optimize_lora)
-    else:
-        model, lora = config.model, config.lora
+    name, first = next(iter(config.trained.items()))
+    home, model, lora = home / (name if first.prefix else ""), first.model, first.lora
     source = find_model(model.model_name_or_path)
-    scores = isinstance(config, RewardStageConfig)
+    scores = first.task == "SEQ_CLS"
     only_adapter = lora.lora_dim > 0 and lora.only_optimize_lora
     if only_adapter:
         bits = model.base_bits

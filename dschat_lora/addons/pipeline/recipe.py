@@ -19,8 +19,7 @@ from dschat_lora.config.options import (
     typed_options,
 )
 from dschat_lora.config.parser import unknown_option
-from dschat_lora.config.stages import SupervisedConfig
-from dschat_lora.rl.options.config import RlhfConfig
+from dschat_lora.config.stages import StageConfig
 
 _PARTS = ("output_dir", "launcher", "common", "stages")
 # Options that the pipeline itself sets.
@@ -139,7 +138,7 @@ def checked_stages(
             for home, stand_in in homes.items():
                 message = message.replace(stand_in, home)
             raise ValueError(f"{recipe.file}: stage {name}: {message}") from error
-        if isinstance(config, SupervisedConfig | RlhfConfig):
+        if isinstance(config, StageConfig):
             write_placeholder(temporary / name, config)
         homes[str(recipe.directory / name)] = str(temporary / name)
         yield name, config

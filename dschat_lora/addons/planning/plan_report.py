@@ -32,7 +32,6 @@ from dschat_lora.report.terminal import log_once, table, to_json, wrapped
 from dschat_lora.report.texts import duration, operations
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import rollout_words
-from dschat_lora.rl.options.config import RlhfConfig
 
 GIB = 2**30
 COMMON_CARDS = ("H200", "A100", "RTX 4090", "T4")
@@ -86,7 +85,7 @@ def to_dict(planned: Planned) -> dict[str, Any]:
     shown = planned.better or plan
     time = shown.time
     seconds = None if card is None else time.on(card)
-    decodes = isinstance(plan.config, RlhfConfig)
+    decodes = plan.config.kind == "prompts"
     return {
         "stage": planned.name,
         "processes": planned.processes,

@@ -27,8 +27,6 @@ from dschat_lora.addons.planning.published import published_name, with_placehold
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import command_line, flatten, option_names, with_values
-from dschat_lora.config.stages import DpoStageConfig
-from dschat_lora.data.audit import STAGES as AUDITED
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.data.media import media_reader
 from dschat_lora.data.rows import config_sources
@@ -39,7 +37,6 @@ from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
-from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.memory import UNKNOWN_PEAK
 from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches
 from dschat_lora.runtime.setup import prepare_data
@@ -195,25 +192,20 @@ def _audit(name: str, config: Config, options: Mapping[str, Any]) -> DataAudit |
     """
     if not options.get("data_path"):
         return None
-    if isinstance(config, RlhfConfig):
-        data, model, model_name = config.data.data, config.actor.model(config.load), "actor_"
-    else:
-        data, model, model_name = config.data, config.model, ""
+    first, decodes = next(iter(config.trained.values())), config.kind == "prompts"
+    data, model = config.data.data if decodes else config.data, first.model
     source = find_model(model.model_name_or_path)
     if not (Path(source.tokenizer) / "tokenizer_config.json").is_file():
         return (
-            f"not counted: the tokenizer of {options[f'{model_name}model_name_or_path']} is not "
+            f"not counted: the tokenizer of {options[f'{first.prefix}model_name_or_path']} is not "
             f"in a directory here; --dry_run of {name} counts"
         )
     if any(each.hub_name is not None for each in config_sources(data)):
         return f"not counted: it would be downloaded; --dry_run of {name} counts"
-    phase, kind = AUDITED[name]
-    if isinstance(config, DpoStageConfig) and config.dpo.is_unpaired:
-        kind = "unpaired"
     tokenizer = load_tokenizer(source.tokenizer, model)
     media = media_reader(config, tokenizer, source.base)
-    seed = config.run.seed
-    return prepare_data(data, tokenizer, seed=seed, phase=phase, kind=kind, media=media).audit
+    how: dict[str, Any] = {"seed": config.run.seed, "phase": config.phase, "kind": config.kind}
+    return prepare_data(data, tokenizer, media=media, **how).audit
 
 
 @dataclass(frozen=True)
@@ -236,10 +228,9 @@ class BatchOptions:
 
 def batch_options(config: Config) -> list[BatchOptions]:
     """What sizes micro-batches, by phase; none where tokens do."""
+    decoding = []
     if isinstance(config, RlhfConfig):
         decoding = [BatchOptions(GENERATION, "max_num_seqs", config.batch.num_generations)]
-    else:
-        decoding = []
     if config.batch.tokens_per_device:
         return decoding
     return [*decoding, BatchOptions(TRAINING, config.rows["rows_per_step"][0])]
@@ -338,11 +329,8 @@ def search(
 def _sharing(config: Config, processes: int, *, has_bits: bool) -> Iterator[dict[str, Any]]:
     """What moves or shrinks weights and optimizer state, the least costly first."""
     yield {}
-    if isinstance(config, RlhfConfig):
-        ranks = [config.actor.lora_dim] + [config.critic.lora_dim] * config.has_critic
-        trains_base = min(ranks) == 0 or not config.classic.only_optimize_lora
-    else:
-        trains_base = config.lora.lora_dim == 0 or not config.lora.only_optimize_lora
+    adapters = [role.lora for role in config.trained.values()]
+    trains_base = any(lora.lora_dim == 0 or not lora.only_optimize_lora for lora in adapters)
     steps: list[dict[str, Any]] = []
     if has_bits and not trains_base:
         steps.append({"base_bits": 4})
@@ -361,7 +349,7 @@ def _in_smaller_batches(plan: StagePlan, card: Card) -> StagePlan | None:
     on, undecided = recomputation(plan)
     plan = _fastest(with_recomputation(plan, on), undecided, card, splits=True)
     plan, usable = with_rows_by_memory(plan, card), card.usable_bytes
-    if isinstance(plan.config, RlhfConfig):
+    if plan.config.kind == "prompts":
         rows, *_ = batch_options(plan.config)
         sizes = range(rows.at_once(plan) - 1, 0, -1)
         fewer = (rows.changed(plan, n) for n in sizes if n % rows.multiple_of == 0)

@@ -37,7 +37,7 @@ from dschat_lora.commands.launch import (
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, flatten, value_text
-from dschat_lora.config.stages import StageConfig, SupervisedConfig
+from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.staging import alone, check_place, open_in_place, write_whole
 from dschat_lora.engine.children import end_with_parent, variables_of_no_launch, visible_gpu
 from dschat_lora.lora.rates import octaves_above, ruled_rates
@@ -181,12 +181,8 @@ def make_search(
 
 
 def _ruled_rate(config: StageConfig, stage: str, *, adapts: bool) -> float:
-    if isinstance(config, RlhfConfig):
-        model = config.actor.model(config.load)
-        lora = config.actor.lora(config.classic.only_optimize_lora)
-    else:
-        assert isinstance(config, SupervisedConfig)
-        model, lora = config.model, config.lora
+    first = next(iter(config.trained.values()))
+    model, lora = first.model, first.lora
     shape = load_config(find_model(model.model_name_or_path).base, model)
     lora = replace(lora, lora_dim=lora.lora_dim or 1) if adapts else lora
     rates = ruled_rates(shape.model_type, shape.hidden_size, stage=stage, lora=lora)
