@@ -144,17 +144,18 @@ class MemoryPlan:
         return self.weights + self.training + self.graphs + self.cache
 
     def line(self) -> str:
-        """The plan in words, for the log."""
+        """The plan in words, for the log; by what it holds where responses are decoded, too."""
+        most = f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate"
+        if not self.cache:
+            return f"{most}, for full rows{self.host_words}"
         saved = self.separate_weights - self.weights
         graphs = f", CUDA graphs {self.graphs / GIB:.3g}" if self.graphs else ""
         shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
-        kept = ", kept" if self.keeps_cache else ""
-        decoding = f", keys and values while decoding {self.cache / GIB:.3g}{kept}"
         return (
-            f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate: weights "
-            f"{self.weights / GIB:.3g}{shared}, gradients and optimizer "
-            f"{self.training / GIB:.3g}{graphs}, update of full rows {self.update / GIB:.3g}"
-            f"{decoding if self.cache else ''}{self.host_words}"
+            f"{most}: weights {self.weights / GIB:.3g}{shared}, gradients and optimizer "
+            f"{self.training / GIB:.3g}{graphs}, update {self.update / GIB:.3g}, keys and values "
+            f"while decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
+            f"{self.host_words}"
         )
 
     @property

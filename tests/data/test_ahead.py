@@ -94,7 +94,7 @@ def test_a_stream_is_not_read_by_the_thread(monkeypatch):
     """Its state is that of the window that was taken last."""
 
     class Stream:
-        steps_per_epoch, taken = 3, 0
+        steps_per_epoch, taken, reads_ahead = 3, 0, True
 
         def steps(self, start):
             for number in range(start, 3):

@@ -15,8 +15,8 @@ from dschat_lora.engine.distributed import form_grid
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.runtime.setup import tensor_group
-from dschat_lora.supervised.loop import train_steps
 from dschat_lora.supervised.objectives import SUPERVISED
+from helpers.steps import train_steps
 
 
 @contextmanager

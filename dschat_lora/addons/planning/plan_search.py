@@ -37,6 +37,7 @@ from dschat_lora.models.source import find_model
 from dschat_lora.perf.cards import USABLE
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import decoding_by_memory, unpacking_for_rollouts
+from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.memory import UNKNOWN_PEAK
 from dschat_lora.runtime.micro_batches import StepCosts, whole_micro_batches
 from dschat_lora.runtime.setup import prepare_data
@@ -192,8 +193,9 @@ def _audit(name: str, config: Config, options: Mapping[str, Any]) -> DataAudit |
     """
     if not options.get("data_path"):
         return None
-    first, decodes = next(iter(config.trained.values())), config.kind == "prompts"
-    data, model = config.data.data if decodes else config.data, first.model
+    first = next(iter(config.trained.values()))
+    data = config.data.data if isinstance(config, RlhfConfig) else config.data
+    model = first.model
     source = find_model(model.model_name_or_path)
     if not (Path(source.tokenizer) / "tokenizer_config.json").is_file():
         return (

@@ -19,6 +19,7 @@ from dschat_lora.config.options import chosen_verb, options_of, parse_config
 from dschat_lora.lora.rates import adapter_learning_rate
 from dschat_lora.models.source import find_model
 from dschat_lora.runtime.checks import apply_checks
+from dschat_lora.runtime.validation import Inputs, Sources
 
 
 def parse(line):
@@ -151,10 +152,10 @@ def test_counted_micro_steps_are_not_gone_on_with_at_another_accumulation(tmp_pa
     checkpoint.mkdir()
     state = {"config": {"gradient_accumulation_steps": 2}}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    source = find_model(None)
+    inputs = Inputs(Sources({"model": find_model(None)}), ())
 
     def completed(line):
-        return apply_checks(replace(parse(line), checkpoint=str(checkpoint)), source, NLG_CHECKS)
+        return apply_checks(replace(parse(line), checkpoint=str(checkpoint)), inputs, NLG_CHECKS)
 
     completed("--scheduler_counts_micro_steps --grad_acc 2")
     completed("--grad_acc 1")
