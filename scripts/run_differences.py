@@ -25,7 +25,10 @@ LEFT_OUT_OF_RESUMED = re.compile(
 _GONE = {
     **{"config.lr_probe": 0, "config.prompt_lookup_num_tokens": 0, "config.reward_gate": []},
     **{"config.rollout_temperature": None, "config.oversample": 1.0},
+    **{"config.target_entropy": 0.0, "parts.progress.entropy": 0.0},
 }
+# State that was that of an option where the option that moved it was off.
+_COPIES = {f"parts.progress.entropy_{name}": "config.entropy_coef" for name in ("coef", "start")}
 _FIRST = ("metrics.jsonl", "rollouts.jsonl.gz")
 Normalise = Callable[[str], str]
 
@@ -109,6 +112,8 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
         if place not in expected and place.partition(".")[0] in ("config", "addons"):
             continue  # an option that the base does not have, or the add-on that has it
         if place not in found and place in _GONE and expected[place] == _GONE[place]:
+            continue
+        if place not in found and expected.get(_COPIES.get(place, ""), {}) == expected[place]:
             continue
         if place == "addons" and not expected[place]:
             continue  # no option of the base was an add-on's
