@@ -198,9 +198,8 @@ def load_teacher(
     if own.teacher_system_prompt is not None:
         most: int | None = None
         if served is None:
-            options = own if own.role in sources.by_role else config.actor
-            base = sources.of(own.role).base
-            fields = load_config(base, options.model(config.load))
+            role = own.role if own.role in sources.by_role else "actor"
+            fields = load_config(sources.of(role).base, config.model_of(role))
             most = getattr(fields, "max_position_embeddings", None)
         elif served.limit is not None:
             most = served.limit - 1  # it draws a token

@@ -24,7 +24,7 @@ from dschat_lora.rl.loop.parts import KlControl, Parts, RolloutLog
 from dschat_lora.rl.loop.schedule import RlhfProgress
 from dschat_lora.rl.loop.setup import RlhfSetup
 from dschat_lora.rl.options.inputs import text_data
-from dschat_lora.rl.options.role_config import RoleConfig, option_errors_for
+from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.runtime.graphs import record_training
 from dschat_lora.runtime.resume import resumes_in_place, run_of
 
@@ -59,10 +59,9 @@ def build_engines(setup: RlhfSetup) -> Engines:
 
 
 def _engine(setup: RlhfSetup, role: str, network: Network) -> TrainEngine[Network]:
-    options: RoleConfig = getattr(setup.config, role)
     with option_errors_for(role):
         model = setup.models.roles.models[role].model
-        groups = parameter_groups(model, options.optim(setup.config.optim))
+        groups = parameter_groups(model, setup.config.roles[role].optim)
     return TrainEngine(network, groups, setup.models.settings[role])
 
 

@@ -233,7 +233,7 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
             adapted,
             source=sources.of(name),
             tokenizer=setup.tokenizer,
-            model=config.actor.model(config.load),
+            model=config.model_of("actor"),
             data_path=config.data.data_path,
             metrics=results,
             probe_ids=torch.tensor([ids]),

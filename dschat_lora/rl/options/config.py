@@ -345,15 +345,9 @@ class RlhfConfig(StageConfig):
     @cached_property
     def roles(self) -> dict[str, Role]:
         """Actor and critic."""
+        only = self.classic.only_optimize_lora
         return {
-            own.role: Role(
-                f"{own.role}_",
-                own.task,
-                own.model(self.load),
-                own.lora(self.classic.only_optimize_lora),
-                own.optim(self.optim),
-                own.zero_stage,
-            )
+            own.role: own.as_role(self.load, self.optim, only_optimize_lora=only)
             for own in (self.actor, self.critic)
         }
 

@@ -19,7 +19,7 @@ from dschat_lora.config.groups import (
     require_numbers,
 )
 from dschat_lora.config.options import accepted, hidden, option
-from dschat_lora.config.roles import Task
+from dschat_lora.config.roles import Role, Task
 from dschat_lora.config.when import no_effect
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class RoleConfig:
 
     def __post_init__(self) -> None:
         with option_errors_for(self.role):
-            self.lora(only_optimize_lora=True)
-            self.optim(ScheduleConfig())
+            self.as_role(LoadConfig(), ScheduleConfig(), only_optimize_lora=True)
             require_numbers(self, "in [0, 1)", "dropout")
 
     def rate_warning(self, parameters: int, *, given: Collection[str]) -> str | None:
@@ -103,25 +102,27 @@ class RoleConfig:
             "long as kl rises slowly"
         )
 
-    def lora(self, only_optimize_lora: bool) -> LoraConfig:
-        """Its adapter, without dropout: old and new log-probabilities need one network."""
-        own = {n: getattr(self, n) for n in LoraConfig.__dataclass_fields__ if hasattr(self, n)}
-        return LoraConfig(**own, only_optimize_lora=only_optimize_lora)
-
-    def model(self, load: LoadConfig) -> ModelConfig:
-        """Options of loading its model, without dropout."""
-        own = {n: getattr(self, n) for n in ("model_name_or_path", "gradient_checkpointing")}
-        return ModelConfig(**vars(load), **own)
-
-    def optim(self, schedule: ScheduleConfig) -> OptimConfig:
-        """Options of its optimizer."""
+    def as_role(
+        self, load: LoadConfig, schedule: ScheduleConfig, *, only_optimize_lora: bool
+    ) -> Role:
+        """The role, without dropout: old and new log-probabilities need one network."""
+        loading = {n: getattr(self, n) for n in ("model_name_or_path", "gradient_checkpointing")}
+        lora = {n: getattr(self, n) for n in LoraConfig.__dataclass_fields__ if hasattr(self, n)}
         base, adapter = self.ruled or (self.learning_rate, self.lora_learning_rate)
-        return OptimConfig(
+        optim = OptimConfig(
             **vars(schedule),
             learning_rate=base,
             lora_learning_rate=adapter,
             expert_learning_rate=self.expert_learning_rate,
             weight_decay=self.weight_decay,
+        )
+        return Role(
+            f"{self.role}_",
+            self.task,
+            ModelConfig(**vars(load), **loading),
+            LoraConfig(**lora, only_optimize_lora=only_optimize_lora),
+            optim,
+            self.zero_stage,
         )
 
 
