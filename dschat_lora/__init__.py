@@ -33,18 +33,18 @@ sys.meta_path.append(OldNames())
 def __getattr__(name: str) -> object:
     """A public name, imported at its first use."""
     if name in _HOMES:
-        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     elif name in _OF_ADDONS:
         addons = import_module(f"{__name__}.config.addons")
         try:
             path = addons.function_path(name)
         except ValueError as error:
             raise AttributeError(str(error)) from None
-        found = addons.load(path)
+        value = addons.load(path)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -122,13 +122,13 @@ def installed() -> Mapping[str, Addon]:
     """
     from importlib.metadata import entry_points  # takes 10 ms
 
-    found = {addon.name: addon for addon in map(_own, ADDONS) if addon}
+    by_name = {addon.name: addon for addon in map(_own, ADDONS) if addon}
     for entry in entry_points(group=GROUP):
         origin = f"{entry.name} of the package {entry.dist.name}" if entry.dist else entry.name
         with left_out(origin):
-            addon = _new_addon(entry.load(), found)
-            found[addon.name] = addon
-    return found
+            addon = _new_addon(entry.load(), by_name)
+            by_name[addon.name] = addon
+    return by_name
 
 
 @cache
@@ -137,13 +137,13 @@ def provided(seam: str, *taken: str) -> Mapping[str, str]:
 
     The names ``taken`` are the trunk's own.
     """
-    found = dict[str, str]()
+    paths = dict[str, str]()
     for addon in installed().values():
         names = addon.provides.get(seam, {})
         with left_out(addon.name):
             _check_new(f"name under {seam}", names, {"the package": taken})
-            found |= names
-    return found
+            paths |= names
+    return paths
 
 
 def provided_name(seam: str, value: str, *taken: str, shown: str = "") -> str:

@@ -76,12 +76,12 @@ def json_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: if it has a key twice; of the two, json would take the last.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in fields:
             raise ValueError(f"an object has {name!r:.200} twice")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def parse_yaml(text: str) -> Any:
@@ -160,6 +160,6 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if (found := named(error, path)) is error:
+        if (renamed := named(error, path)) is error:
             raise
-        raise found from error
+        raise renamed from error

@@ -44,12 +44,12 @@ def by_section(sections: Mapping[str, str], everyday: Sequence[str] = ()) -> dic
 
     ``everyday`` are those that come before those of ``EVERYDAY``.
     """
-    found: dict[str, list[str]] = {title: [] for title in (*SECTIONS, OTHER)}
+    by_title: dict[str, list[str]] = {title: [] for title in (*SECTIONS, OTHER)}
     first = [*everyday, *EVERYDAY]
     for name in sorted(sections, key=lambda n: first.index(n) if n in first else len(first)):
-        found.setdefault(sections[name], []).append(name)
-    found[COMPATIBILITY] = found.pop(COMPATIBILITY, [])
-    return {title: names for title, names in found.items() if names}
+        by_title.setdefault(sections[name], []).append(name)
+    by_title[COMPATIBILITY] = by_title.pop(COMPATIBILITY, [])
+    return {title: names for title, names in by_title.items() if names}
 
 
 def _place(title: str | None) -> int:
@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
             formatter.add_text(self.epilog)
         in_short = self.asked is None and self.everyday is not None
         sections = any(group.title in SECTIONS for group in self._action_groups)
-        found, left = list[argparse.Action](), dict[str | None, int]()
+        listed, left = list[argparse.Action](), dict[str | None, int]()
         for group in sorted(self._action_groups, key=lambda group: _place(group.title)):
             title = "other options" if group.title == OTHER and sections else group.title
             actions = [each for each in group._group_actions if each.help != argparse.SUPPRESS]
@@ -165,8 +165,8 @@ class Parser(argparse.ArgumentParser):
             formatter.end_section()
             if count := len({each.dest for each in actions} - {each.dest for each in shown}):
                 left[title] = count
-            found += shown
-        if not found:
+            listed += shown
+        if not listed:
             raise ValueError(
                 f"--help {self.asked}: no option and no heading has the word; --help all shows all"
             )

@@ -242,7 +242,7 @@ class StepLoader:
     def identity(self) -> dict[str, Any]:
         return {"packing": self.packs, "rows": self.num_rows}
 
-    def record(self, run: Any, step: int) -> None:
+    def record(self, run: object, step: int) -> None:
         pass
 
     def window(self, rows: list[PackedRow]) -> Window:

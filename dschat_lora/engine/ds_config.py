@@ -107,39 +107,38 @@ def _check_fields(path: str, content: Mapping[str, Any]) -> None:
 
 def stated_values(
     load: LoadConfig,
-    batch: Any,
+    sizes: Mapping[str, int],
     optim: ScheduleConfig,
     parallel: ParallelConfig,
     *,
     given: frozenset[str],
     world_size: int,
-    micro_batch_size: str = "per_device_train_batch_size",
-    counts_rows: bool = True,
+    tokens_per_device: int = 0,
 ) -> dict[str, Any]:
     """Values of options, by name, once ``--deepspeed_config`` fills in those that are not given.
 
-    ``micro_batch_size`` names the option of the rows of a micro-batch, unless tokens are counted;
-    ``world_size`` counts processes, for ``train_batch_size``.
+    ``sizes`` are by their options the rows of a micro-batch, which ``tokens_per_device`` stand for
+    if there are any, and the micro-batches of a step; ``world_size`` counts processes, for
+    ``train_batch_size``.
 
     Raises:
         ValueError: where the file and an option disagree; the message names both.
     """
-    path, micro = parallel.deepspeed_config, micro_batch_size
+    path, (micro, times) = parallel.deepspeed_config, sizes
     content = read_deepspeed_json(path)
     values: dict[str, Any] = {
-        micro: getattr(batch, micro),
-        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        **sizes,
         "max_grad_norm": optim.max_grad_norm,
         "zero_stage": parallel.zero_stage,
         "dtype": load.dtype,
         "offload": parallel.offload,
     }
-    if not counts_rows:
+    if tokens_per_device:
         for field in ("train_micro_batch_size_per_gpu", "train_batch_size"):
             if (stated := content.get(field, AUTO)) != AUTO:
                 raise ValueError(
                     f"--deepspeed_config {path} sets {field} to {stated}, a number of rows, but "
-                    f"--tokens_per_device {batch.tokens_per_device} counts tokens; write "
+                    f"--tokens_per_device {tokens_per_device} counts tokens; write "
                     f'"{AUTO}" in the file'
                 )
         values[micro] = 1  # as DeepSpeed wants some number of rows
@@ -152,12 +151,12 @@ def stated_values(
             )
         values[name] = stated
     _refuse_foreign(path, content, parallel)
-    rows, steps = values[micro], values["gradient_accumulation_steps"]
+    rows, steps = values[micro], values[times]
     total = rows * steps * parallel.shares(world_size)
     if (stated := content.get("train_batch_size", AUTO)) not in (AUTO, total):
         raise ValueError(
             f"--deepspeed_config {path} sets train_batch_size to {stated}, but --{micro} {rows} x "
-            f"--gradient_accumulation_steps {steps} x {parallel.share_words(world_size)} is {total}"
+            f"--{times} {steps} x {parallel.share_words(world_size)} is {total}"
         )
     if values["offload"] and not values["zero_stage"]:
         raise ValueError("--offload needs --zero_stage 1, 2 or 3: ZeRO 0 shards nothing to offload")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class QuantizedState(Protocol):
+class QuantState(Protocol):
     """What codes of a quantised weight stand for, as :class:`dschat_lora.lora.nf4.NF4State`."""
 
     @property
@@ -32,6 +32,6 @@ class Context(Protocol):
     n: int
     ranks: list[int]
     scaling: float
-    state: QuantizedState | None
+    state: QuantState | None
     transposed: bool
     types: tuple[torch.dtype, torch.dtype]

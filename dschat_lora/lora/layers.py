@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dschat_lora.kernels.swiglu import swiglu, swiglu_backward
-from dschat_lora.lora.autograd import Context, QuantizedState
+from dschat_lora.lora.autograd import Context, QuantState
 
 # Since torch 2.8, on CUDA.
 _MM_TAKES_TYPE = hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
@@ -228,7 +228,7 @@ class _LoraLinear(torch.autograd.Function):
         transposed: bool,
         down: Tensor | None,
         up: Tensor | None,
-        state: QuantizedState | None,
+        state: QuantState | None,
         gate: Tensor | None,
     ) -> Tensor:
         # The parameters themselves are kept: casts are made again, and shards gathered again.
@@ -430,7 +430,7 @@ def full_shape(parameter: Tensor) -> torch.Size:
     return shape if shard is None else torch.Size(shard.full_shape(shape))
 
 
-def state_of(weight: object) -> QuantizedState | None:
+def state_of(weight: object) -> QuantState | None:
     """What the codes of a quantised weight stand for; None for another tensor."""
     return getattr(weight, "nf4", None)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dschat_lora.lora.autograd import Context, QuantizedState
+from dschat_lora.lora.autograd import Context, QuantState
 from dschat_lora.lora.layers import state_of
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
@@ -234,7 +234,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, state: QuantizedState
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, state: QuantState
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.state = state
@@ -255,7 +255,7 @@ class _Product(torch.autograd.Function):
         return grad_x, None, flat.sum(0) if wants_bias else None, None
 
 
-def _matrix(weight: Tensor, state: QuantizedState, dtype: torch.dtype) -> Tensor:
+def _matrix(weight: Tensor, state: QuantState, dtype: torch.dtype) -> Tensor:
     """(out, in) values."""
     values = state.values(weight.detach(), dtype)
     return values.t() if state.transposed else values

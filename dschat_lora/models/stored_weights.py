@@ -26,7 +26,7 @@ from dschat_lora.checkpoint.quantization import base_file, quantization, stored_
 from dschat_lora.checkpoint.tensors import save_tensors
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora import nf4
-from dschat_lora.lora.autograd import QuantizedState
+from dschat_lora.lora.autograd import QuantState
 from dschat_lora.lora.layers import full_shape, is_quantized, state_of
 from dschat_lora.lora.model import replace_part
 from dschat_lora.lora.parallel import group_of, shard_of
@@ -95,7 +95,7 @@ class StoredWeights:
             and f"{source.keys[0][1]}{_PACKED}" in self._files
         ]
 
-    def packed(self, name: str, state: QuantizedState) -> nn.Parameter | None:
+    def packed(self, name: str, state: QuantState) -> nn.Parameter | None:
         """A weight that is to have this ``state``, where it is stored in NF4."""
         key = self._sources[name].keys[0][1]
         if f"{key}{_PACKED}" not in self._files:

@@ -76,43 +76,38 @@ def estimate_memory(
 
     ZeRO divides optimizer state (stage 1 on), gradients (2 on) and weights (3) by ``world_size``,
     the number of data-parallel processes. A micro-batch is ``rows`` of ``length`` positions. With
-    ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time; of
-    logits, one chunk. ``offload_activations`` leaves all but two of the inputs to the host. Of a
-    tensor-parallel model the rank's part counts. ``offload`` leaves optimizer state to the host,
-    and at ZeRO 3 weights too. Where a step ``accumulates`` gradients of several micro-batches, they
-    lie beside the next one's activations; else those of 16-bit weights come as activations go.
-    ``reuse_distance`` and ``bucket_size`` are DeepSpeed's, in elements. ``chunk_logits`` is the
-    most logits that the loss forms at a time, and ``logit_bytes`` what it takes for each where it
-    is not cross-entropy, and forms them whole on every rank. Of ``context_parallel_size`` processes
-    each has its share of the positions. Masks take ``mask_bytes`` for each (query, key) pair of a
-    row. Without ``has_temporaries`` those of the backward pass are left out.
+    ``gradient_checkpointing`` each block's input is kept, and one block's inside at a time.
+    ``offload_activations`` leaves all but two of the inputs to the host. Of a tensor-parallel model
+    the rank's part counts. ``offload`` leaves optimizer state to the host, and at ZeRO 3 weights
+    too. Where a step ``accumulates`` gradients of several micro-batches, they lie beside the next
+    one's activations; else those of 16-bit weights come as activations go. ``reuse_distance`` and
+    ``bucket_size`` are DeepSpeed's, in elements. ``chunk_logits`` is the most logits that the loss
+    forms at a time, and ``logit_bytes`` what it takes for each where it is not cross-entropy, and
+    forms them whole on every rank. Of ``context_parallel_size`` processes each has its share of the
+    positions. Masks take ``mask_bytes`` for each (query, key) pair of a row. Without
+    ``has_temporaries`` those of the backward pass are left out.
 
     Raises:
         ValueError: for a model that :func:`dschat_lora.perf.shape.describe` does not understand.
     """
-    shape = describe(model)
-    width = compute_dtype.itemsize
-    parameters = list(model.parameters())
-    narrow = [p for p in parameters if p.requires_grad and p.dtype != torch.float32]
-    if narrow:
-        zero_stage = max(zero_stage, 1)  # engines keep their fp32 copies so
-    weights, gradients, optimizer, update = _state_bytes(
-        parameters, zero_stage, world_size, offload=offload
-    )
+    shape, width, parameters = describe(model), compute_dtype.itemsize, [*model.parameters()]
+    narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
+    zero_stage = max(zero_stage, int(narrow))  # engines keep their fp32 copies so
+    states = _state_bytes(parameters, zero_stage, world_size, offload=offload)
+    weights, gradients, optimizer, update = states
     positions = -(-rows * length // context_parallel_size)
     activations = rows * length**2 * mask_bytes + positions * activation_bytes(
-        model,
-        shape,
+        *(model, shape),
         length=length,
         compute_dtype=compute_dtype,
         gradient_checkpointing=gradient_checkpointing,
         offload_activations=offload_activations,
     )
     chunk, head = _loss_bytes(model, shape, positions, width, chunk_logits, logit_bytes)
-    kept = _KeptBytes.of(model, shape, length, width)
-    backward = positions * max(map(kept.by_backward, set(shape.blocks)), default=0)
-    temporaries = max(0, backward - chunk) * has_temporaries
-    going = activations + chunk + head + temporaries
+    by_backward = _KeptBytes.of(model, shape, length, width).by_backward
+    backward = positions * max(map(by_backward, set(shape.blocks)), default=0)
+    temporaries, loss = max(0, backward - chunk) * has_temporaries, chunk + head
+    going = activations + loss + temporaries
     if narrow and not accumulates:
         gradients, going = max(0, gradients - going), max(0, going - gradients)
     gathered = _gathered_bytes(parameters, width, reuse_distance, bucket_size)
@@ -121,10 +116,10 @@ def estimate_memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        loss=chunk + head,
+        loss=loss,
         temporaries=temporaries,
         update=max(0, update - going),
-        gathered=gathered if zero_stage == 3 else 0,
+        gathered=gathered * (zero_stage == 3),
         unpacked=largest_unpacked(parameters),
     )
 

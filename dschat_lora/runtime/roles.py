@@ -33,7 +33,7 @@ from dschat_lora.runtime.validation import Sources, fit_lengths
 StageT = TypeVar("StageT", bound=StageConfig)
 
 
-class Roles(Protocol):
+class ModelsByRole(Protocol):
     """The models of a run."""
 
     @property
@@ -116,7 +116,7 @@ def with_ruled_rates(config: StageT, sources: Sources, run: OpenRun[StageConfig]
     return config
 
 
-def engines_of(config: StageConfig, roles: Roles | None = None) -> dict[str, EngineSettings]:
+def engines_of(config: StageConfig, roles: ModelsByRole | None = None) -> dict[str, EngineSettings]:
     """How the engine of each role that trains is built, on this machine.
 
     Of models that are not yet built it does not say whether they share weights.
@@ -133,7 +133,7 @@ def engines_of(config: StageConfig, roles: Roles | None = None) -> dict[str, Eng
     }
 
 
-def trained_models(config: StageConfig, roles: Roles) -> dict[str, TrainedModel]:
+def trained_models(config: StageConfig, roles: ModelsByRole) -> dict[str, TrainedModel]:
     """The models that train, by role, with the full micro-batches that each trains on."""
     settings = engines_of(config, roles)
     rows, tokens = config.micro_batch_size, config.batch.tokens_per_device
@@ -159,7 +159,7 @@ def trained_models(config: StageConfig, roles: Roles) -> dict[str, TrainedModel]
 def resolve_micro_batches(
     run: OpenRun[StageConfig],
     config: StageT,
-    roles: Roles,
+    roles: ModelsByRole,
     *,
     plan: Callable[[StageT], MemoryPlan | None],
     free: int,
@@ -199,7 +199,7 @@ def record_memory(run: OpenRun[StageConfig], plan: MemoryPlan | None) -> list[st
 
 def describe_roles(
     run: OpenRun[StageConfig],
-    roles: Roles,
+    roles: ModelsByRole,
     *,
     warning: Callable[[str, int], str | None],
     memory: Iterable[str],

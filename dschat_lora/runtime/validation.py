@@ -179,15 +179,15 @@ def check_parallel(config: StageConfig, inputs: Inputs) -> None:
 
 def with_deepspeed_json(config: StageT, inputs: object = None) -> StageT:
     """With what ``--deepspeed_config`` says where no option was given; not compiled at ZeRO 3."""
+    batch, counts_tokens = config.batch, config.micro_batch not in config.rows["rows_per_step"]
     values = stated_values(
         config.load,
-        config.batch,
+        {n: getattr(batch, n) for n in (config.micro_batch, "gradient_accumulation_steps")},
         config.optim,
         config.parallel,
-        micro_batch_size=config.micro_batch,
-        counts_rows=config.micro_batch in config.rows["rows_per_step"],
         given=config.given,
         world_size=launched_processes(),
+        tokens_per_device=batch.tokens_per_device if counts_tokens else 0,
     )
     stages = {name: role.zero_stage for name, role in config.roles.items()}
     for name, role in config.roles.items():

@@ -18,6 +18,7 @@ from helpers.runs import engine_settings
 from helpers.step1 import ROOT
 
 CONFIGS = ROOT / "configs" / "ds"
+SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # What each file says of ZeRO: stage and offload.
 FILES = {
     "zero0": (0, False),
@@ -46,7 +47,15 @@ def settle(tmp_path):
                 own["deepspeed_config"] = str(path)
             parts.append(kind(**own))
         given = frozenset(options) | {"deepspeed_config"}
-        values = stated_values(*parts, given=given, world_size=world_size)
+        load, batch, *rest = parts
+        values = stated_values(
+            load,
+            {name: getattr(batch, name) for name in SIZES},
+            *rest,
+            given=given,
+            world_size=world_size,
+            tokens_per_device=batch.tokens_per_device,
+        )
         return [with_values(part, values) for part in parts]
 
     return call
@@ -168,7 +177,7 @@ def test_equal_values_are_no_contradiction(settle):
 
 
 def test_without_file_and_option_stage_is_zero():
-    parts = (ModelConfig(), BatchConfig(), OptimConfig(), ParallelConfig())
+    parts = (ModelConfig(), dict.fromkeys(SIZES, 1), OptimConfig(), ParallelConfig())
     assert stated_values(*parts, given=frozenset(), world_size=1)["zero_stage"] == 0
     assert read_deepspeed_json(None) == {}
 

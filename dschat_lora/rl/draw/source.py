@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from dschat_lora.algos.seeds import permutation
 from dschat_lora.data.samples import PromptSample, SourcedSamples
 from dschat_lora.engine.distributed import data_world_size
-from dschat_lora.rl.options.config import RolloutConfig
+from dschat_lora.rl.options.config import RlhfConfig, RolloutConfig
 from dschat_lora.rl.response.response import Response
+from dschat_lora.runtime.run import OpenRun
 
 Pool = SourcedSamples | Sequence[Any]
 
@@ -76,7 +77,7 @@ class Source(Protocol):
     def identity(self) -> dict[str, Any]:
         """What is read and how, for the identity of a run's state."""
 
-    def record(self, run: Any, step: int) -> None:
+    def record(self, run: OpenRun[RlhfConfig], step: int) -> None:
         """Record what was read in so many steps, where that shows only then."""
 
 
@@ -136,7 +137,7 @@ class PromptOrder:
     def identity(self) -> dict[str, Any]:
         return {}
 
-    def record(self, run: Any, step: int) -> None:
+    def record(self, run: object, step: int) -> None:
         pass
 
 

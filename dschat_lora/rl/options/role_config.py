@@ -25,6 +25,7 @@ from dschat_lora.config.when import no_effect
 if TYPE_CHECKING:
     from dschat_lora.models.loading import Tokenizer
     from dschat_lora.runtime.run import OpenRun
+    from dschat_lora.runtime.validation import Sources
 
 LARGE_MODEL = 1_000_000_000  # parameters from which on the default rate of adapters is doubtful
 
@@ -174,7 +175,7 @@ class ReferenceOptions(Protocol):
         """The :class:`~dschat_lora.rl.score.scores.Scorer` of runs that nothing else scores."""
 
     def load(
-        self, config: Any, tokenizer: "Tokenizer", sources: Any, run: "OpenRun[Any]"
+        self, config: Any, tokenizer: "Tokenizer", sources: "Sources", run: "OpenRun[Any]"
     ) -> object:
         """The :class:`~dschat_lora.rl.learn.reference.Reference` of a run; call on every rank.
 
