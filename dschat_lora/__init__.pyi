@@ -79,7 +79,6 @@ def sft(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
@@ -207,7 +206,6 @@ def sft(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
-        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -320,7 +318,6 @@ def reward(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
@@ -430,7 +427,6 @@ def reward(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
-        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -547,7 +543,6 @@ def dpo(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
@@ -665,7 +660,6 @@ def dpo(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
-        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim

@@ -34,7 +34,7 @@ from helpers.drawing import drawing
 STEP1_FLAGS = """
     expert_lora_dim expert_lora_alpha expert_learning_rate router_aux_loss_coef
     neftune_noise_alpha early_stopping_patience rope_scaling
-    layerwise_lr_decay eval_tasks eval_tasks_limit allow_image_urls max_image_pixels
+    eval_tasks eval_tasks_limit allow_image_urls max_image_pixels
     train_vision vision_learning_rate
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation base_bits
     trust_remote_code add_eot_token eot_token chat_template compile compute_fp32_loss
