@@ -48,7 +48,6 @@ def sft(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -175,7 +174,6 @@ def sft(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -287,7 +285,6 @@ def reward(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -396,7 +393,6 @@ def reward(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -512,7 +508,6 @@ def dpo(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -629,7 +624,6 @@ def dpo(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -775,7 +769,6 @@ def rlhf(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -993,7 +986,6 @@ def rlhf(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -1202,7 +1194,6 @@ def distill(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -1412,7 +1403,6 @@ def distill(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -1732,7 +1722,6 @@ def audit(
     eval_ratio: float = 0.0,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -1779,7 +1768,6 @@ def audit(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent

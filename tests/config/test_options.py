@@ -45,7 +45,7 @@ STEP1_FLAGS = """
     data_path data_weights data_split_name columns unpaired_rows sft_only_data_path
     eval_data_path eval_ratio data_split data_output_path max_seq_len overlong bad_rows
     train_on_prompt train_empty_think packing preprocessing_num_workers chat_template_kwargs
-    streaming shuffle_buffer_size mixture_temperature max_source_rows max_repeats
+    streaming shuffle_buffer_size max_source_rows max_repeats
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
     tokens_per_device
     learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1
