@@ -48,7 +48,6 @@ def sft(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -79,7 +78,6 @@ def sft(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
@@ -176,7 +174,6 @@ def sft(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -207,7 +204,6 @@ def sft(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
-        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -289,7 +285,6 @@ def reward(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -320,7 +315,6 @@ def reward(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
@@ -399,7 +393,6 @@ def reward(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -430,7 +423,6 @@ def reward(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
-        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -516,7 +508,6 @@ def dpo(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -547,7 +538,6 @@ def dpo(
     max_grad_norm: float = 1.0,
     expert_learning_rate: float | None = None,
     weight_decay: float = 0.0,
-    layerwise_lr_decay: float = 1.0,
     early_stopping_patience: int = 0,
     lora_dim: int | None = None,
     lora_alpha: float = 32.0,
@@ -634,7 +624,6 @@ def dpo(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -665,7 +654,6 @@ def dpo(
         max_grad_norm (float): gradients are clipped to this norm; 0: never
         expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
         weight_decay (float): decoupled weight decay; biases and norms exempt
-        layerwise_lr_decay (float): each layer trains at this multiple of the rate of the one above it, in (0, 1]; the head at the whole rate
         early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
         lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
         lora_alpha (float): the update is scaled by lora_alpha / lora_dim
@@ -781,7 +769,6 @@ def rlhf(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -999,7 +986,6 @@ def rlhf(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -1208,7 +1194,6 @@ def distill(
     eval_ratio: float = 0.05,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -1418,7 +1403,6 @@ def distill(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
@@ -1738,7 +1722,6 @@ def audit(
     eval_ratio: float = 0.0,
     data_split_name: str | Sequence[str] = (),
     data_weights: float | Sequence[float] = (),
-    mixture_temperature: float = 1.0,
     max_source_rows: int | Sequence[int] = (),
     max_repeats: int | Sequence[int] = (),
     data_split: str | None = None,
@@ -1785,7 +1768,6 @@ def audit(
         eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
         data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
         data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        mixture_temperature (float): T of a mixture: shares are as their weights to the power 1/T, or where --data_path has none as numbers of rows to that power; above 1 small sources count for more
         max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
         max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
         data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent

@@ -26,6 +26,7 @@ _GONE = {
     **{"config.lr_probe": 0, "config.prompt_lookup_num_tokens": 0, "config.reward_gate": []},
     **{"config.rollout_temperature": None, "config.oversample": 1.0},
     **{"config.target_entropy": 0.0, "parts.progress.entropy": 0.0},
+    **{"config.layerwise_lr_decay": 1.0, "config.mixture_temperature": 1.0},
 }
 # State that was that of an option where the option that moved it was off.
 _COPIES = {f"parts.progress.entropy_{name}": "config.entropy_coef" for name in ("coef", "start")}

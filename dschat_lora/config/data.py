@@ -54,11 +54,6 @@ class SourceConfig:
     data_weights: tuple[float, ...] = option(
         (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
     )
-    mixture_temperature: float = option(
-        1.0,
-        help="T of a mixture: shares are as their weights to the power 1/T, or where --data_path "
-        "has none as numbers of rows to that power; above 1 small sources count for more",
-    )
     max_source_rows: tuple[int, ...] = option(
         (), help="most rows of each --data_path, its first ones, or one number for all; 0: all"
     )
@@ -114,24 +109,19 @@ class SourceConfig:
         splits = self.data_split_name
         allowed = f"one name, or one for each of the {count} --data_path"
         require(len(splits) in (0, 1, count), "data_split_name", " ".join(splits), allowed)
-        require_numbers(self, "> 0", "mixture_temperature")
         self._require_bounds("max_source_rows")
         self._require_bounds("max_repeats")
         shares = [weight for _, weight in map(split_weight, self.data_path) if weight is not None]
-        if shares and (len(shares) < count or not all(0 < w < math.inf for w in shares)):
+        usable = len(shares) == count and all(0 < w < math.inf for w in shares)
+        if shares and not (usable and min(shares) / max(shares)):
             raise ValueError(
                 f"--data_path {' '.join(self.data_path)}: give every entry a share > 0, as in "
                 "a.jsonl:0.6 b/:0.4, or none"
             )
-        if shares and not ((min(shares) / max(shares)) ** (1 / self.mixture_temperature)):
-            raise ValueError(
-                f"--mixture_temperature {self.mixture_temperature:g} leaves some of --data_path "
-                f"{' '.join(self.data_path)} no share; raise it"
-            )
         if self.data_weights and self.is_mixture:
             raise ValueError(
-                "--data_weights counts uses in an epoch, and --data_path or --mixture_temperature "
-                "sets shares of a mixture; give one of them"
+                "--data_weights counts uses in an epoch, and --data_path has shares of a mixture; "
+                "give one of them"
             )
         parse_columns(self.columns)
         if self.data_split is not None:
@@ -145,14 +135,9 @@ class SourceConfig:
         require(fits, name, " ".join(map(str, bounds)), allowed)
 
     @property
-    def has_shares(self) -> bool:
-        """Whether ``--data_path`` says its shares of a mixture."""
-        return any(weight is not None for _, weight in map(split_weight, self.data_path))
-
-    @property
     def is_mixture(self) -> bool:
         """Whether each ``--data_path`` has a share of what is trained on."""
-        return self.has_shares or self.mixture_temperature != 1
+        return any(weight is not None for _, weight in map(split_weight, self.data_path))
 
 
 @dataclass(frozen=True)
@@ -235,15 +220,11 @@ def split_weight(entry: str) -> tuple[str, float | None]:
     return match["entry"], float(match["weight"])
 
 
-def mixture_shares(weights: Mapping[NameT, float], temperature: float) -> dict[NameT, float]:
-    """Shares that sum to 1, in proportion to ``weights`` to the power ``1 / temperature``.
-
-    Section 3 of arXiv:1907.05019 takes numbers of rows for weights: 1 keeps their proportions, and
-    a large temperature gives every source the same share.
-    """
-    largest = max(weights.values(), default=1.0)
-    powers = {name: (weight / largest) ** (1 / temperature) for name, weight in weights.items()}
-    return {name: power / sum(powers.values()) for name, power in powers.items()}
+def mixture_shares(weights: Mapping[NameT, float]) -> dict[NameT, float]:
+    """Shares that sum to 1, in proportion to ``weights``."""
+    largest = max(weights.values(), default=1.0)  # by which their sum is finite
+    parts = {name: weight / largest for name, weight in weights.items()}
+    return {name: part / sum(parts.values()) for name, part in parts.items()}
 
 
 def parse_columns(items: Sequence[str]) -> dict[str, str]:

@@ -40,7 +40,6 @@ _RANGES: Mapping[str, Callable[[float], bool]] = {
     # That of a temperature, by which logits are divided in fp32.
     ">= 1e-06 (greedy: --no-do_sample)": lambda number: number >= 1e-6,
     ">= 1e-06, or 0 (greedy)": lambda number: number == 0 or number >= 1e-6,
-    "in (0, 1]": lambda number: 0 < number <= 1,
     "in [0, 1)": lambda number: 0 <= number < 1,
     "in [0, 16]": lambda number: 0 <= number <= 16,
     "in [1, 10]": lambda number: 1 <= number <= 10,
@@ -339,11 +338,6 @@ class OptimConfig(ScheduleConfig):
         None, help="peak rate of experts' adapters in a mixture; default: that of the adapters"
     )
     weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
-    layerwise_lr_decay: float = option(
-        1.0,
-        help="each layer trains at this multiple of the rate of the one above it, in (0, 1]; the "
-        "head at the whole rate",
-    )
     early_stopping_patience: int = option(
         0,
         help="end the run once this many evaluations in a row had no lower held-out loss than the "
@@ -357,7 +351,6 @@ class OptimConfig(ScheduleConfig):
         super().__post_init__()
         require_numbers(self, "> 0", "learning_rate", "lora_learning_rate", "lora_lr_multiplier")
         require_numbers(self, "> 0", "expert_learning_rate")
-        require_numbers(self, "in (0, 1]", "layerwise_lr_decay")
         require_numbers(self, ">= 0", "weight_decay", "early_stopping_patience")
         if self.lora_learning_rate is not None and self.lora_lr_multiplier is not None:
             raise ValueError(

@@ -12,6 +12,7 @@ GONE_SINCE = "0.3.0"
 GONE: Mapping[str, object] = {
     **{"lr_probe": 0, "prompt_lookup_num_tokens": 0, "reward_gate": []},
     **{"rollout_temperature": None, "oversample": 1.0, "first_hour": False, "target_entropy": 0.0},
+    **{"layerwise_lr_decay": 1.0, "mixture_temperature": 1.0},
 }
 
 

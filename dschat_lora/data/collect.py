@@ -83,8 +83,9 @@ def collect(
     counted = {number: int(train[rows].sum()) for number, rows in slices.items()}
     if config.is_mixture and config.tail is None:
         own = {number: size for number, size in counted.items() if size}
-        wanted = {n: sources[n].weight for n in own}
-        weights = mixture_weights(own, wanted, config.mixture_temperature)
+        shares = mixture_shares({number: sources[number].weight or 0.0 for number in own})
+        # An epoch has as many rows as all sources together.
+        weights = {n: share * sum(own.values()) / own[n] for n, share in shares.items()}
     times = arrays.zeros(files.size, dtype=np.int32)
     for number, rows in slices.items():
         weight = weights.get(number, 1.0)
@@ -295,17 +296,6 @@ def repeats(size: int, weight: float, *, seed: int, source: int) -> NDArray[np.i
         counts = counts.copy()
         counts[permutation(size, "weight", seed, source)[:once_more]] += 1
     return counts
-
-
-def mixture_weights(
-    rows: Mapping[int, int], wanted: Mapping[int, float | None], temperature: float
-) -> dict[int, float]:
-    """Times that rows of each source are used in an epoch, which has as many as all together.
-
-    ``rows`` are the numbers of rows; sources without a ``wanted`` share count by them.
-    """
-    shares = mixture_shares({n: wanted[n] or size for n, size in rows.items()}, temperature)
-    return {n: shares[n] * sum(rows.values()) / size for n, size in rows.items()}
 
 
 def _round(value: float) -> int:

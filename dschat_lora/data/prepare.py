@@ -50,7 +50,7 @@ MAX_WORKERS = 16  # processes that prepare data, unless the user says how many
 OPTIONS = (
     *("max_seq_len", "overlong", "bad_rows", "columns", "unpaired_rows", "train_on_prompt"),
     *("eos_after_prompt", "data_split", "data_weights", "eval_ratio", "chat_template_kwargs"),
-    *("mixture_temperature", "train_empty_think"),
+    "train_empty_think",
 )
 
 

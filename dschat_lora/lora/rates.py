@@ -1,13 +1,12 @@
 """Learning rates of adapters, rules for them, and the optimizer's parameter groups."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, OptimConfig, ScheduleConfig
-from dschat_lora.lora.layers import LoraEmbedding, full_shape
+from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.names import is_inside, is_of_expert
 
@@ -169,8 +168,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     With ``--loraplus_lr_ratio`` (LoRA+, arXiv:2402.12354) ``lora_B`` has its own group; the
     factors of embeddings, whose A starts at zero instead of B, keep the adapters' rate, as do
     trained biases and saved modules. Experts of a mixture have groups of their own where
-    ``--expert_learning_rate`` gives them another rate. With ``--layerwise_lr_decay`` each layer has
-    groups of its own, ``lora.2`` for one, at that to the power of :func:`layers_from_top`.
+    ``--expert_learning_rate`` gives them another rate.
 
     Factors beside the text model of a composite one may have a rate of their own, too.
 
@@ -217,41 +215,4 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
         ),
         group("lora_no_decay", own - matrices, rate, 0.0),
     ]
-    if optim.layerwise_lr_decay != 1:
-        powers = {
-            id(trained[name]): n for name, n in layers_from_top(model).items() if name in trained
-        }
-        groups = [
-            {
-                **each,
-                "name": f"{each['name']}.{power}",
-                "params": [p for p in each["params"] if powers[id(p)] == power],
-                "lr": each["lr"] * optim.layerwise_lr_decay**power,
-            }
-            for each in groups
-            for power in sorted({*powers.values()})
-        ]
     return [each for each in groups if each["params"]]
-
-
-def layers_from_top(model: nn.Module) -> dict[str, int]:
-    """Of each parameter how far its layer is from the top, as BEiT counts (arXiv:2106.08254).
-
-    Of n blocks the last is 1 and the first n, embeddings and their norms are n + 1, and what stands
-    beside the blocks otherwise, such as the last norm and the head, is 0. Blocks are what the first
-    number in a name tells apart; towers of a composite model are counted each for itself.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    blocks = {name: match for name in names if (match := re.match(r"(.+?)\.(\d+)\.", name))}
-    heights: dict[str, int] = {}
-    for tower, index in (match.groups() for match in blocks.values()):
-        heights[tower] = max(heights.get(tower, 0), int(index) + 1)
-
-    def from_top(name: str) -> int:
-        if (match := blocks.get(name)) is not None:
-            return heights[match[1]] - int(match[2])
-        owner = model.get_submodule(name.rpartition(".")[0])
-        embeds = isinstance(owner, nn.Embedding | LoraEmbedding) or "embeddings" in name
-        return max(heights.values(), default=0) + 1 if embeds else 0
-
-    return {name: from_top(name) for name in names}

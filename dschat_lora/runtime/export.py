@@ -134,7 +134,7 @@ def first_ids(samples: TokenSet, count: int, *, max_length: int) -> list[int]:
 _ACTOR = "actor_model_name_or_path"
 # Options that say which rows there are and how they are read: the next stage needs them too.
 _ROWS = (
-    *("data_path", "data_split_name", "columns", "data_weights", "mixture_temperature"),
+    *("data_path", "data_split_name", "columns", "data_weights"),
     *("max_source_rows", "eval_data_path", "eval_ratio", "data_split", "overlong", "bad_rows"),
     "chat_template_kwargs",
 )

@@ -34,7 +34,7 @@ from helpers.drawing import drawing
 STEP1_FLAGS = """
     expert_lora_dim expert_lora_alpha expert_learning_rate router_aux_loss_coef
     neftune_noise_alpha early_stopping_patience rope_scaling
-    layerwise_lr_decay eval_tasks eval_tasks_limit allow_image_urls max_image_pixels
+    eval_tasks eval_tasks_limit allow_image_urls max_image_pixels
     train_vision vision_learning_rate
     model_name_or_path dtype gradient_checkpointing dropout attn_implementation base_bits
     trust_remote_code add_eot_token eot_token chat_template compile compute_fp32_loss
@@ -45,7 +45,7 @@ STEP1_FLAGS = """
     data_path data_weights data_split_name columns unpaired_rows sft_only_data_path
     eval_data_path eval_ratio data_split data_output_path max_seq_len overlong bad_rows
     train_on_prompt train_empty_think packing preprocessing_num_workers chat_template_kwargs
-    streaming shuffle_buffer_size mixture_temperature max_source_rows max_repeats
+    streaming shuffle_buffer_size max_source_rows max_repeats
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
     tokens_per_device
     learning_rate lora_learning_rate lora_lr_multiplier loraplus_lr_ratio weight_decay adam_beta1

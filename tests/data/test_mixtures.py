@@ -9,7 +9,6 @@ from hand_tokenizers import build_byte_tokenizer
 
 from dschat_lora.config.data import DataConfig, mixture_shares, split_weight
 from dschat_lora.data.batch import SampleCollator
-from dschat_lora.data.collect import mixture_weights
 from dschat_lora.data.loader import SampleSources, StepLoader
 from dschat_lora.data.packing import make_rows
 from dschat_lora.data.prepare import prepare
@@ -42,14 +41,10 @@ def test_an_epoch_has_as_many_rows_as_all_sources_in_the_shares_that_are_asked(f
     assert found.times == pytest.approx({"a.jsonl": 4.0, "b.jsonl": 0.5, "c.jsonl": 0.4})
 
 
-def test_a_temperature_lifts_small_sources(files):
-    _, names = prepared(files, "a.jsonl", "b.jsonl", mixture_temperature=2.0)
-    # 30 and 120 rows are as 1 to 4, their square roots as 1 to 2.
-    assert Counter(name[0] for name in names) == {"a": 50, "b": 100}
-    assert mixture_shares({0: 1.0, 1: 4.0}, 2.0) == pytest.approx({0: 1 / 3, 1: 2 / 3})
-    assert mixture_shares({0: 1e300, 1: 5e299}, 0.5) == pytest.approx({0: 0.8, 1: 0.2})
-    weights = mixture_weights({0: 30, 1: 120}, {0: 1.0, 1: 1.0}, 1.0)
-    assert weights == {0: 2.5, 1: 0.625}
+def test_weights_of_any_size_make_shares_and_those_that_leave_none_are_refused():
+    assert mixture_shares({0: 1.5e308, 1: 0.5e308}) == pytest.approx({0: 0.75, 1: 0.25})
+    with pytest.raises(ValueError, match="give every entry a share > 0"):
+        DataConfig(data_path=(f"a:1{'0' * 200}", f"b:0.{'0' * 200}1"))
 
 
 def test_a_source_may_be_cut_to_its_first_rows(files):

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from toy import toy_model
 
 from dschat_lora.config.groups import LoraConfig, OptimConfig, ScheduleConfig
@@ -10,13 +9,11 @@ from dschat_lora.lora.model import apply_lora
 from dschat_lora.lora.rates import (
     adapter_learning_rate,
     capacity_warnings,
-    layers_from_top,
     length_warning,
     parameter_groups,
     rate_warning,
     ruled_rates,
 )
-from helpers.tiny import tiny_model
 
 EVERYTHING = {
     "lora_dim": 2,
@@ -118,58 +115,6 @@ def test_classic_mode_gives_base_and_adapters_their_rates_and_spares_vectors_dec
     grouped = sorted(name for names in listed.values() for name in names)
     assert grouped == sorted(name for name, p in model.named_parameters() if p.requires_grad)
     torch.optim.AdamW(list(groups.values()))
-
-
-def test_each_layer_has_a_share_of_the_rate_of_the_one_above_it():
-    """By hand: blocks 1 and 0 are one and two below the top, embeddings three."""
-    options = {"layerwise_lr_decay": 0.5, "loraplus_lr_ratio": 3.0, "lora_learning_rate": 8e-4}
-    _, groups, listed = groups_of(EVERYTHING, weight_decay=0.1, **options)
-    assert {n: (listed[n], g["lr"], g["weight_decay"]) for n, g in groups.items()} == {
-        "lora.0": (["project.trained.weight"], 8e-4, 0.1),
-        "lora.1": (["blocks.1.q_proj.lora_A"], 4e-4, 0.1),
-        "lora.2": (["blocks.0.q_proj.lora_A"], 2e-4, 0.1),
-        "lora.3": (["embed.lora_embedding_A", "embed.lora_embedding_B"], 1e-4, 0.1),
-        "lora_B.1": (["blocks.1.q_proj.lora_B"], pytest.approx(12e-4), 0.1),
-        "lora_B.2": (["blocks.0.q_proj.lora_B"], pytest.approx(6e-4), 0.1),
-        "lora_no_decay.0": (["project.trained.bias"], 8e-4, 0.0),
-        "lora_no_decay.1": (["blocks.1.q_proj.trained_bias"], 4e-4, 0.0),
-        "lora_no_decay.2": (["blocks.0.q_proj.trained_bias"], 2e-4, 0.0),
-    }
-    for decay in (0.0, 1.1):
-        words = rf"--layerwise_lr_decay must be in \(0, 1\], got {decay}"
-        with pytest.raises(ValueError, match=words):
-            OptimConfig(layerwise_lr_decay=decay)
-
-
-def beit_layer(name, blocks):
-    """``get_num_layer_for_vit`` of microsoft/unilm's BEiT, in the words of a language model."""
-    if "embed" in name or name.startswith(("transformer.wte", "transformer.wpe")):
-        return 0
-    if name.startswith(("model.decoder.layers", "transformer.h")):
-        return int(next(part for part in name.split(".") if part.isdigit())) + 1
-    return blocks + 1
-
-
-@pytest.mark.parametrize("kind", ["opt", "gpt2"])
-def test_layers_are_counted_as_in_beit(kind):
-    model, blocks = tiny_model(kind, layers=3), 3
-    found = layers_from_top(model)
-    scales = [0.7 ** (blocks + 1 - layer) for layer in range(blocks + 2)]  # BEiT's assigner
-    expected = {name: scales[beit_layer(name, blocks)] for name, _ in model.named_parameters()}
-    assert {name: 0.7**power for name, power in found.items()} == expected
-    assert set(found.values()) == {0, 1, 2, 3, 4}
-
-
-def test_towers_of_a_composite_model_are_counted_each_for_itself():
-    model = nn.ModuleDict(
-        {
-            "eye": nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1) for _ in range(3)])}),
-            "text": nn.ModuleDict({"layers": nn.ModuleList([toy_model().blocks[0]])}),
-        }
-    )
-    found = layers_from_top(model)
-    assert [found[f"eye.layers.{n}.bias"] for n in range(3)] == [3, 2, 1]
-    assert found["text.layers.0.norm.weight"] == 1
 
 
 def test_a_rate_of_experts_is_refused_where_none_is_adapted():

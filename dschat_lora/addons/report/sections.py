@@ -162,7 +162,7 @@ def source_rows(run: RunData) -> Rows:
     asked: dict[str, float] = {}
     if len(weights) == len(names) and all(weights):
         given = {name: weight or 0.0 for name, weight in zip(names, weights, strict=True)}
-        asked = mixture_shares(given, amount(run.config.get("mixture_temperature")) or 1.0)
+        asked = mixture_shares(given)
     drawn, tokens = (
         {name: sum(amount(line.get(f"{what}/{name}")) for line in run.train) for name in names}
         for what in ("samples", "tokens")

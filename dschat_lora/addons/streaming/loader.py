@@ -51,7 +51,7 @@ def describe_sources(config: DataConfig) -> str:
             + [file.name for file in source.files]
             for source in config_sources(config, head=False)
         ]
-        + [config.mixture_temperature, config.tail.shuffle_buffer_size]
+        + [1.0, config.tail.shuffle_buffer_size]  # 1.0: as checkpoints have it
     )
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -118,10 +118,10 @@ class Stream:
         rule = token_rule(config, eos_id, kind)
         self._reader = ChunkReader(reader, make_encoder(tokenizer), rule, left_out)
         groups, shares = [used], {used[0]: 1.0}
-        if config.has_shares:
+        if config.is_mixture:
             weights = {number: sources[number].weight or 0.0 for number in used}
             groups = [[number] for number in used]
-            shares = mixture_shares(weights, config.mixture_temperature)
+            shares = mixture_shares(weights)
         repeats = (config.max_repeats or (0,)) * (len(groups) if len(config.max_repeats) < 2 else 1)
         self.pools = [
             Pool(

@@ -49,12 +49,7 @@ class StreamingOptions:
                     f"--{name} needs to know the number of rows, which --streaming does not; "
                     "give --data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
                 )
-        if data.mixture_temperature != 1 and not data.has_shares:
-            raise ValueError(
-                f"--mixture_temperature {data.mixture_temperature:g} needs shares in "
-                "--data_path, as in a.jsonl:0.6 b/:0.4: --streaming does not know the rows"
-            )
-        if len(set(data.max_repeats)) > 1 and not data.has_shares:
+        if len(set(data.max_repeats)) > 1 and not data.is_mixture:
             raise ValueError(
                 f"--max_repeats {' '.join(map(str, data.max_repeats))}: --streaming reads "
                 "sources without shares as one; give one number"
