@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
     ROOT / "configs" / "ds" / "README.md",
     *sorted(DOCS.rglob("*.md")),
 ]
@@ -107,13 +107,13 @@ def test_every_addon_has_a_page_and_a_row_of_the_index():
 @pytest.mark.parametrize(
     ("former", "page"),
     [
-        ("chat_and_serve", "serving"),
-        ("nlg_gpt2", "nlg"),
-        ("nlu_glue", "glue"),
-        ("pipeline", "pipeline"),
-        ("report", "report"),
-        ("tinker", "tinker"),
-        ("train_your_agent", "agents"),
+        ("chat_and_serve", "addons/serving"),
+        ("nlg_gpt2", "addons/nlg"),
+        ("nlu_glue", "addons/glue"),
+        ("pipeline", "addons/pipeline"),
+        ("report", "addons/report"),
+        ("tinker", "addons/tinker"),
+        ("train_your_agent", "addons/agents"),
     ],
 )
 def test_former_addresses_of_the_site_lead_to_their_pages(former, page, tmp_path, monkeypatch):
@@ -126,8 +126,8 @@ def test_former_addresses_of_the_site_lead_to_their_pages(former, page, tmp_path
     hooks = runpy.run_path(str(ROOT / "scripts" / "docs_hooks.py"))
     hooks["on_post_build"](SimpleNamespace(site_dir=tmp_path))
     text = (tmp_path / f"{former}.html").read_text()
-    assert set(re.findall(r"[\w/]+\.html", text)) == {f"addons/{page}.html"}
-    assert (DOCS / "addons" / f"{page}.md").is_file()
+    assert set(re.findall(r"[\w/]+\.html", text)) == {f"{page}.html"}
+    assert (DOCS / f"{page}.md").is_file()
     assert not (DOCS / f"{former}.md").exists()
 
 
@@ -151,6 +151,14 @@ def test_every_document_has_a_place_in_the_navigation_of_the_site():
     pages = named_pages(yaml.safe_load(text)["nav"])
     assert len(pages) == len(set(pages))
     assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} <= set(pages)
+
+
+def test_every_page_of_the_benchmarks_is_in_the_site():
+    hooks = (ROOT / "scripts" / "docs_hooks.py").read_text("utf-8")
+    nav = named_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    for path in (ROOT / "benchmarks").glob("*.md"):
+        (page,) = re.findall(rf'"benchmarks/{path.name}": "(\w+\.md)"', hooks)
+        assert page in nav
 
 
 def test_readme_leads_to_every_document():
