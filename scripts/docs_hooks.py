@@ -19,6 +19,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/quality.md": "benchmarks_quality.md",
     "benchmarks/scaling.md": "benchmarks_scaling.md",
     "benchmarks/speed.md": "benchmarks_speed.md",
     "configs/ds/README.md": "configs_ds.md",
