@@ -28,6 +28,11 @@ OUTSIDE = {
 # Pages that have taken the place of others, by the former address.
 FORMER = {
     "chat_and_serve": "addons/serving",
+    "coming_from_axolotl": "coming_from_other_trainers",
+    "coming_from_llama_factory": "coming_from_other_trainers",
+    "coming_from_openrlhf": "coming_from_other_trainers",
+    "coming_from_other_rl_trainers": "coming_from_other_trainers",
+    "coming_from_trl": "coming_from_other_trainers",
     "distill": "addons/distill",
     "loralib": "addons/loralib",
     "multi_node": "scaling",
