@@ -146,10 +146,10 @@ class MemoryPlan:
     def line(self) -> str:
         """The plan in words, for the log; by what it holds where responses are decoded, too."""
         most = f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate"
-        if not self.cache:
-            return f"{most}, for full rows{self.host_words}"
-        saved = self.separate_weights - self.weights
         graphs = f", CUDA graphs {self.graphs / GIB:.3g}" if self.graphs else ""
+        if not self.cache:
+            return f"{most}, for full rows{graphs}{self.host_words}"
+        saved = self.separate_weights - self.weights
         shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
         return (
             f"{most}: weights {self.weights / GIB:.3g}{shared}, gradients and optimizer "
