@@ -160,7 +160,6 @@ def load_model(config: DecodeConfig, source: ModelSource, tokenizer: Tokenizer) 
     base, file, parts = None, None, config.enable_lora
     if config.lora_path is not None:
         file = read_lora_only(Path(config.lora_path).expanduser())
-        source = ModelSource(source.base, tokenizer_of_run=source.tokenizer)
     elif (weights := weights_file(config.init_checkpoint)) is not None:
         checkpoint = read_gpt2_checkpoint(weights)
         file, parts = checkpoint.factors, parts or ("q", "v")
