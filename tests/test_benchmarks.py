@@ -26,6 +26,7 @@ from benchmarks.contenders.supervised import CONTENDERS
 from benchmarks.gpu import PARTS
 from benchmarks.parts import supervised, throughput
 from dschat_lora.data.samples import SequenceSample
+from dschat_lora.engine.process_group import shutdown
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
@@ -206,7 +207,8 @@ def ways():
     built = {name: build(tiny) for name, build in CONTENDERS["sft"].items()}
     for way in built.values():
         draw_adapters_(way.model)
-    return built
+    yield built
+    shutdown()
 
 
 @pytest.mark.stage

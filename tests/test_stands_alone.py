@@ -63,7 +63,9 @@ for argv in lists:
 def copy(home, *left_out):
     """The package and its scripts in ``home`` without the add-ons ``left_out``, "" for all."""
     for name in ("dschat_lora", "training"):
-        shutil.copytree(ROOT / name, home / name)
+        # Without compiled modules, which other tests write meanwhile.
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, home / name, ignore=ignored)
     for name in left_out:
         shutil.rmtree(home / "dschat_lora" / "addons" / name)
     return home

@@ -47,13 +47,13 @@ def hold(path, tensor_parallel):
         for _ in train_steps(engine, [[batch]], SUPERVISED, iter([1.0])):
             pass
         states = [value for state in engine.adam.state.values() for value in state.values()]
-        found = {
+        taken = {
             "weights": storage_bytes(engine.module.parameters()),
             "optimizer": storage_bytes(filter(torch.is_tensor, states)),
             "reading": peak.bytes,
         }
         engine._engine.destroy()
-    return found
+    return taken
 
 
 def storage_bytes(tensors):
