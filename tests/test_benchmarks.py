@@ -94,6 +94,11 @@ def test_a_throughput_part_runs_to_the_end_on_a_cpu_and_stores_its_numbers(tmp_p
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")))
+def test_stored_results_hold_no_path_of_the_machine_they_come_from(path):
+    assert not re.search(r"(?<![\w.])/\w", path.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("architecture", ["opt", "llama"])
 def test_random_models_of_a_shape_know_where_tokens_are(architecture):
     shape = replace(TINY["opt-1.3b"], architecture=architecture)

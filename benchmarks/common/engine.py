@@ -13,12 +13,10 @@ def make_engine(
     model: PreTrainedModel,
     *,
     dtype: str,
-    zero_stage: int,
     rows: int,
     accumulation_steps: int,
     network: nn.Module | None = None,
     rate: float | None = None,
-    offload: bool = False,
 ) -> TrainEngine:
     """An engine with the stages' defaults over a transformers model with adapters.
 
@@ -27,8 +25,8 @@ def make_engine(
     optim = OptimConfig(lora_learning_rate=rate)
     settings = EngineSettings(
         dtype=dtype,
-        zero_stage=zero_stage,
-        offload=offload,
+        zero_stage=0,
+        offload=False,
         micro_batch_size=rows,
         accumulation_steps=accumulation_steps,
         max_grad_norm=optim.max_grad_norm,

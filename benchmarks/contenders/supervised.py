@@ -92,7 +92,6 @@ class Ours:
             self.model,
             network=NETWORKS[task.kind](self.model),
             dtype=task.dtype,
-            zero_stage=0,
             rows=micro,
             accumulation_steps=accumulation,
             rate=RATE,

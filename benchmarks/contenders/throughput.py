@@ -219,7 +219,7 @@ def build_ways(
     chat_recomputing.gradient_checkpointing_enable({"use_reentrant": True})
     chat_recomputing.enable_input_require_grads()
     engines = {
-        name: make_engine(each, dtype=dtype, zero_stage=0, rows=1, accumulation_steps=1)
+        name: make_engine(each, dtype=dtype, rows=1, accumulation_steps=1)
         for name, each in models.items()
     }
     steps = ChatSteps(chat)
@@ -249,7 +249,7 @@ def build_published_ways(
         models[TRL] = peft_model(share_parameters(base), names, lora_dim, narrow=True)
     for each in models.values():
         draw_adapters_(each)
-    engine = partial(make_engine, dtype=dtype, zero_stage=0, rows=1, accumulation_steps=1)
+    engine = partial(make_engine, dtype=dtype, rows=1, accumulation_steps=1)
     ways: dict[str, Way] = {}
     for name, each in models.items():
         is_trl = name == TRL

@@ -74,7 +74,6 @@ OLD_NAMES = {
     "report.markup": "report.texts addons.report.markup addons.audit.findings",
     "report.rollouts": "report.rollout_file addons.report.rollouts",
     "report.trackers": "addons.trackers.trackers",
-    "rl.advice": "addons.planning.memory_advice rl.response.errors",
     "rl.agent_programs": "addons.agents.agent_programs addons.agents.conversations "
     "addons.agents.agents",
     "rl.config": "rl.options.config rl.options.names addons.distill.stage",
@@ -104,7 +103,6 @@ OLD_NAMES = {
     "rl.draw.rollouts_ahead": "addons.engines.rollouts_ahead",
     "rl.draw.server_engine": "addons.engines.server_engine",
     "rl.draw.vllm_server": "addons.engines.vllm_server",
-    "rl.loop.advice": "addons.planning.memory_advice rl.response.errors",
     "rl.play.agent_programs": "addons.agents.agent_programs",
     "rl.play.agent_server": "addons.agents.agents",
     "rl.play.agents": "addons.agents.agents",
@@ -129,7 +127,6 @@ OLD_NAMES = {
     "rl.rollout_servers": _SERVERS,
     "rl.rollouts_ahead": "addons.engines.rollouts_ahead",
     "rl.vllm_server": "addons.engines.vllm_server",
-    "runtime.advice": "addons.planning.memory_advice",
     "runtime.seeds": "addons.loralib.seeds",
     "runtime.sharing": "addons.publish.sharing",
     "supervised.best_of_n": "addons.evaluation.best_of_n",

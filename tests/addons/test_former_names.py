@@ -79,17 +79,17 @@ def test_former_modules_are_these():
     pipeline.known_models pipeline.plan pipeline.plan_report pipeline.plan_search
     pipeline.recipe pipeline.run pipeline.stages pipeline.tune pipeline.verbs report.curves
     report.html report.markup report.rollouts report.run_data report.sections report.trackers
-    report.verdict rl.advice rl.agent_programs rl.agent_server rl.agents rl.builtin_rewards
+    report.verdict rl.agent_programs rl.agent_server rl.agents rl.builtin_rewards
     rl.config rl.conversations rl.draw.completions rl.draw.engine_checks rl.draw.prompt_stream
     rl.draw.rollout_engines rl.draw.rollout_servers rl.draw.rollouts_ahead rl.draw.server_engine
     rl.draw.vllm_server rl.environment rl.environment_adapters rl.external_rewards
-    rl.learn.served_teacher rl.learn.teacher rl.loop.advice rl.metrics rl.play.agent_programs
+    rl.learn.served_teacher rl.learn.teacher rl.metrics rl.play.agent_programs
     rl.play.agent_server rl.play.agents rl.play.conversations rl.play.environment
     rl.play.environment_adapters rl.play.mcp_tools rl.play.players rl.play.stateful_environment
     rl.play.turn_tokens rl.play.verifiers_environment rl.prompt_stream rl.response.turn_tokens
     rl.rewards rl.role_config rl.rollout_engines rl.rollout_servers rl.rollouts_ahead
     rl.score.builtin_rewards rl.score.external_rewards rl.served_teacher rl.stateful_environment
-    rl.teacher rl.verifiers_environment rl.vllm_server rl.watch.diagnostics runtime.advice
+    rl.teacher rl.verifiers_environment rl.vllm_server rl.watch.diagnostics
     runtime.data_audit runtime.describe runtime.seeds runtime.shared_stream runtime.sharing
     runtime.streaming serving.addon serving.chat serving.config serving.decoder serving.endpoint
     serving.grammars serving.mixed serving.models serving.server serving.verbs serving.votes

@@ -20,7 +20,6 @@ from deepspeed.runtime.zero import partition_parameters, stage3, stage_1_and_2  
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles as it is imported
 
 from benchmarks.common import shapes
-from benchmarks.common.engine import make_engine
 from dschat_lora.config.groups import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES, resolve_dtype
@@ -42,6 +41,7 @@ from dschat_lora.supervised.loop import TrainProgress, fit, make_train_schedule
 from dschat_lora.supervised.objectives import SUPERVISED
 from fakecuda.device import fake_cuda
 from helpers.addons import of_addon
+from helpers.engines import make_engine
 from helpers.roles import config_of
 from helpers.runs import NoKeeper, loader
 from helpers.steps import train_steps
@@ -360,7 +360,7 @@ def chosen(card):
         size = replace(shapes.TINY["opt-1.3b"], hidden_size=256)
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA)
         one_call = Backbone(model).skips_padding(CUDA)
-        engine = make_engine(model, dtype=dtype, zero_stage=0, rows=1, accumulation_steps=1)
+        engine = make_engine(model, dtype=dtype, rows=1, accumulation_steps=1)
         model.eval()
         Decoder(model, eos_ids=[2], pad_id=1, device=CUDA)([[5]], Sampling(4), seeds=[[0]])
         return [

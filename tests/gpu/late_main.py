@@ -8,12 +8,12 @@ from itertools import repeat
 import torch
 import torch.distributed as dist
 
-from benchmarks.common.engine import make_engine
 from dschat_lora.config.groups import LoraConfig, OptimConfig, RunConfig
 from dschat_lora.engine.distributed import device
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.supervised.loop import in_turn, make_train_schedule, queue_steps, seeded_windows
 from dschat_lora.supervised.objectives import SUPERVISED
+from helpers.engines import make_engine
 from helpers.runs import loader
 from helpers.tiny import ragged_samples, tiny_model
 
@@ -24,7 +24,7 @@ def run(*, late):
     """(loss, norm) of each step; from the third on, a wait but for results would be an error."""
     model = tiny_model("llama").to(device())
     apply_lora(model, LoraConfig(lora_dim=4), seed=1)
-    engine = make_engine(model, dtype="fp32", zero_stage=0, rows=4, accumulation_steps=2)
+    engine = make_engine(model, dtype="fp32", rows=4, accumulation_steps=2)
     source = loader(ragged_samples(96), micro=4, accumulation=2)
     plan = make_train_schedule(OptimConfig(max_steps=STEPS), RunConfig(), source.steps_per_epoch)
     windows = seeded_windows(source, plan, seed=1, ahead=late)

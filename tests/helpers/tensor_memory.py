@@ -7,7 +7,6 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.common.engine import make_engine
 from dschat_lora.config.groups import LoraConfig, ModelConfig, ParallelConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.samples import SequenceSample
@@ -16,6 +15,7 @@ from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.loading import load_causal_lm, load_config
 from dschat_lora.runtime.setup import tensor_group
 from dschat_lora.supervised.objectives import SUPERVISED
+from helpers.engines import make_engine
 from helpers.steps import train_steps
 
 
@@ -43,7 +43,7 @@ def hold(path, tensor_parallel):
                 path, config, options, dtype=torch.float32, meta=False, group=group
             )
         apply_lora(model, LoraConfig(lora_dim=8), seed=0)
-        engine = make_engine(model, dtype="fp32", zero_stage=0, rows=1, accumulation_steps=1)
+        engine = make_engine(model, dtype="fp32", rows=1, accumulation_steps=1)
         for _ in train_steps(engine, [[batch]], SUPERVISED, iter([1.0])):
             pass
         states = [value for state in engine.adam.state.values() for value in state.values()]
