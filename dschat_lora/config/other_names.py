@@ -1,5 +1,6 @@
 """Options of other trainers, those here that do the same, and options that are gone."""
 
+import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import NamedTuple
@@ -13,6 +14,17 @@ GONE: Mapping[str, object] = {
     **{"lr_probe": 0, "prompt_lookup_num_tokens": 0, "reward_gate": []},
     **{"rollout_temperature": None, "oversample": 1.0, "first_hour": False, "target_entropy": 0.0},
     **{"layerwise_lr_decay": 1.0, "mixture_temperature": 1.0},
+}
+# What does it instead, for commands that have the options which these words name.
+INSTEAD: Mapping[str, str] = {
+    "reward_gate": "a function of --reward_function looks at the other's score itself",
+    "rollout_temperature": "responses are drawn at --temperature",
+    "oversample": "--max_num_seqs N refills rows whose responses have ended",
+    "first_hour": "pytest -m gpu tests/gpu in a checkout checks a GPU",
+    "target_entropy": "--entropy_coef X weighs the entropy bonus",
+    "layerwise_lr_decay": "--target_modules adapts the upper layers alone by a regular expression",
+    "mixture_temperature": "type shares, as in --data_path a.jsonl:0.6 b/:0.4",
+    "epochs": "--lora_path RUN/lora/epoch-1.safetensors --output_path FILE decodes by one epoch",
 }
 
 
@@ -54,6 +66,16 @@ def dotted_name(name: object, value: object) -> str:
         part, value = next(iter(value.items()))
         name = f"{name}.{part}"
     return str(name)
+
+
+def gone(name: str, known: Collection[str]) -> str | None:
+    """The message about an option that a command with ``known`` options had; None: it had none."""
+    words = INSTEAD.get(name, "")
+    if not {*re.findall(r"--(\w+)", words)} <= {*known}:
+        words = ""
+    if name not in GONE and not words:
+        return None
+    return f"option --{name} is gone since version {GONE_SINCE}; {words or 'leave it out'}"
 
 
 def same_here(name: str, known: Collection[str]) -> str | None:

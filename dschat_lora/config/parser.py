@@ -245,13 +245,13 @@ class Parser(argparse.ArgumentParser):
 
 def unknown_option(text: str, names: Collection[str]) -> str:
     """The message about ``text``, which is none of ``names``."""
-    from dschat_lora.config.other_names import GONE, GONE_SINCE, other_names, same_here
+    from dschat_lora.config.other_names import gone, other_names, same_here
 
     given = text.split("=")[0]
     # Without the part of an axolotl file that has TRL's.
     name = given.lstrip("-+").replace("-", "_").removeprefix("trl.")
-    if name in GONE:
-        return f"option --{name} is gone since version {GONE_SINCE}; leave it out"
+    if message := gone(name, names):
+        return message
     same = same_here(name, names)
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; options start with --" + (
