@@ -25,8 +25,8 @@ from dschat_lora.runtime.micro_batches import smaller_micro_batches
 from dschat_lora.runtime.roles import OneRole, trained_models
 
 Options = Mapping[str, object]
-# In words, and the options that it adds, also by a config; none where nothing is left of it.
-Remedy = tuple[str, Options | Callable[[Any], Options]]
+Added = Options | Callable[[Any], Options]  # to a config, or by it
+Remedy = tuple[str, Added]  # in words, and its options, none where nothing is left of it
 
 _RANK = 16  # of the adapter advised instead of training every weight
 _ROWS_MATTER = 0.05  # share of the memory from which on that of rows is worth a change
@@ -94,7 +94,7 @@ def _supervised_remedies(
     # Optimizer state goes to the host, then weights, which only stage 3 moves.
     hosted = 1 if trains_base and not settings.offload else 3
     adapter = {"only_optimize_lora": True} if lora.lora_dim else {"lora_dim": _RANK}
-    fewer = partial(_smaller_micro_batches, longest=length) if rows else {}
+    fewer: Added = partial(_smaller_micro_batches, longest=length) if rows else {}
     of_rows: list[Remedy] = [(f"compute fewer rows at once{same}", fewer), *_RECOMPUTING]
     of_weights: list[Remedy] = [
         ("compute in 16 bits", {"dtype": "auto"} if settings.dtype == "fp32" else {}),
@@ -161,7 +161,7 @@ def _rl_remedies(
     half = batch.rows_decoded // 2 // batch.num_generations * batch.num_generations
     fewer = {"max_num_seqs": half} if half and (decodes or keeps_cache) else {}
     stage = 2 if batch.engine.needs_whole_weights else 3
-    smaller = {} if decodes else partial(_smaller_micro_batches, longest=longest)
+    smaller: Added = {} if decodes else partial(_smaller_micro_batches, longest=longest)
     return [
         ("free what decoding keeps", {"release_inference_cache": True} if keeps_cache else {}),
         ("train without CUDA graphs", {"training_graphs": "off"} if records else {}),
@@ -213,8 +213,9 @@ def _zero_stages(config: StageConfig, least: int) -> dict[str, object]:
     """
     own = [f"{role.prefix}zero_stage" for role in config.trained.values()]
     names = dict.fromkeys(name if name in config.given else "zero_stage" for name in own)
-    raised = {name: least for name in names if (flatten(config)[name] or 0) < least}
-    return raised | ({"compile": False} if raised and least == 3 and config.load.compile else {})
+    low = [name for name in names if (flatten(config)[name] or 0) < least]
+    whole = ["compile"] if low and least == 3 and config.load.compile else []
+    return {**dict.fromkeys(low, least), **dict.fromkeys(whole, False)}
 
 
 def _shared(config: StageConfig, *, stage: int) -> Options:

@@ -146,6 +146,14 @@ PROCESSES_AND_OPTIONS = [
         [FEWER, "--zero_stage 3", "--lora_dim 16"],
     ),
     (
+        *(3, (*RESTING, *ALL_WEIGHTS, "--zero_stage", 2)),
+        [FEWER, "--zero_stage 3", "--offload", "--lora_dim 16"],
+    ),
+    (
+        *(1, (*RESTING, *ALL_WEIGHTS, "--zero_stage", 1, "--offload")),
+        [FEWER, "--zero_stage 3", "--lora_dim 16"],
+    ),
+    (
         *(1, (*RESTING, "--no-only_optimize_lora")),
         [FEWER, "--zero_stage 1 --offload", "--only_optimize_lora"],
     ),
