@@ -19,6 +19,8 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/quality.md": "benchmarks_quality.md",
+    "benchmarks/speed.md": "benchmarks_speed.md",
     "configs/ds/README.md": "configs_ds.md",
     "dschat_lora/assets/README.md": "bundled_assets.md",
 }

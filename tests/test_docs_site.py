@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
-    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
     ROOT / "configs" / "ds" / "README.md",
     *sorted(DOCS.rglob("*.md")),
 ]
