@@ -273,7 +273,7 @@ def unrecorded(row, recorded):
 
 
 def test_each_figure_of_the_comparison_is_in_the_result_that_its_row_names():
-    page = "docs/comparison.md"
+    page = "benchmarks/speed.md"
     found, result = {}, None
     for row in tables(page, "On one H200", "On two or fewer"):
         if part := re.search(r"`benchmarks/gpu.sh ([\w.-]+)`", row):
