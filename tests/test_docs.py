@@ -89,7 +89,7 @@ def test_commands_are_found_in_every_form():
 
 
 @of_the_whole
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/exactness.md"])
 def test_quoted_files_of_the_checkout_exist(name):
     """A name without a folder lies in that of the name before it."""
     gone, folder = [], ROOT
