@@ -20,24 +20,31 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/quality.md": "benchmarks_quality.md",
+    "benchmarks/scaling.md": "benchmarks_scaling.md",
     "benchmarks/speed.md": "benchmarks_speed.md",
     "configs/ds/README.md": "configs_ds.md",
     "dschat_lora/assets/README.md": "bundled_assets.md",
 }
-# Add-ons of pages that had an address of their own.
+# Pages that have taken the place of others, by the former address.
 FORMER = {
-    "chat_and_serve": "serving",
-    "distill": "distill",
-    "loralib": "loralib",
-    "nlg_gpt2": "lora_paper",
-    "nlu_glue": "lora_paper",
-    "own_training_loop": "loralib",
-    "pipeline": "pipeline",
-    "python_primitives": "trainer",
-    "report": "report",
-    "rollout_engines": "engines",
-    "tinker": "tinker",
-    "train_your_agent": "agents",
+    "chat_and_serve": "addons/serving",
+    "coming_from_axolotl": "coming_from_other_trainers",
+    "coming_from_llama_factory": "coming_from_other_trainers",
+    "coming_from_openrlhf": "coming_from_other_trainers",
+    "coming_from_other_rl_trainers": "coming_from_other_trainers",
+    "coming_from_trl": "coming_from_other_trainers",
+    "distill": "addons/distill",
+    "loralib": "addons/loralib",
+    "multi_node": "scaling",
+    "nlg_gpt2": "addons/lora_paper",
+    "nlu_glue": "addons/lora_paper",
+    "own_training_loop": "addons/loralib",
+    "pipeline": "addons/pipeline",
+    "python_primitives": "addons/trainer",
+    "report": "addons/report",
+    "rollout_engines": "addons/engines",
+    "tinker": "addons/tinker",
+    "train_your_agent": "addons/agents",
 }
 REDIRECT = """<!doctype html>
 <meta charset="utf-8">
@@ -192,6 +199,7 @@ def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> s
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Let former addresses lead to their pages."""
-    for former, addon in FORMER.items():
-        page = Path(config.site_dir, f"{former}.html")
-        page.write_text(REDIRECT.format(f"addons/{addon}.html"), encoding="utf-8")
+    for former, page in FORMER.items():
+        path = Path(config.site_dir, f"{former}.html")
+        address = relpath(f"{page}.html", dirname(former) or ".")
+        path.write_text(REDIRECT.format(address), encoding="utf-8")

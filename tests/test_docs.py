@@ -89,7 +89,7 @@ def test_commands_are_found_in_every_form():
 
 
 @of_the_whole
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/exactness.md"])
 def test_quoted_files_of_the_checkout_exist(name):
     """A name without a folder lies in that of the name before it."""
     gone, folder = [], ROOT
@@ -267,7 +267,7 @@ def unrecorded(row, recorded):
 
 
 def test_each_figure_of_the_comparison_is_in_the_result_that_its_row_names():
-    page = "docs/comparison.md"
+    page = "benchmarks/speed.md"
     found, result = {}, None
     for row in tables(page, "On one H200", "On two or fewer"):
         if part := re.search(r"`benchmarks/gpu.sh ([\w.-]+)`", row):

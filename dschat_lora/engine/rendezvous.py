@@ -216,7 +216,7 @@ def _wait_for_all(me: Member, deadline: float) -> tuple[dict[int, Connection], l
                 raise ValueError(
                     f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not arrive within "
                     f"{MEETING_SECONDS:g} s; those that did are on {known}: start the others, and "
-                    "see docs/multi_node.md"
+                    "see docs/scaling.md#several-hosts"
                 ) from None
             member = _member(connection, size)
             if member is None or member.rank in members:
@@ -284,7 +284,7 @@ def _reach_rank_zero(me: Member, deadline: float) -> tuple[dict[int, Connection]
     if answer is None:
         raise ValueError(
             f"host {me.host}, rank {me.rank}: rank 0 ended before all processes had arrived, or "
-            "another run is at its port; see docs/multi_node.md"
+            "another run is at its port; see docs/scaling.md#several-hosts"
         )
     _use_port(answer["port"])
     return {0: connection}, [Member(**each) for each in answer["members"]]
@@ -309,7 +309,7 @@ def _connected(me: Member, deadline: float) -> socket.socket:
                 raise ValueError(
                     f"host {me.host}, rank {me.rank}: rank 0 does not answer at {place} within "
                     f"{MEETING_SECONDS:g} s ({error}): it has not started, or a firewall is in "
-                    "between; see docs/multi_node.md"
+                    "between; see docs/scaling.md#several-hosts"
                 ) from error
         time.sleep(0.02 if is_one_host() else 0.2)
 

@@ -67,4 +67,4 @@ def test_the_kernel_gives_what_torch_gives(dtype, count, monkeypatch):
 def test_the_documentation_says_what_a_merged_update_keeps():
     root = Path(__file__).parents[2]
     rows = runpy.run_path(str(root / "scripts" / "rounding_table.py"))["rows"]()
-    assert "\n".join(rows) in (root / "docs" / "step3_rlhf.md").read_text()
+    assert "\n".join(rows) in (root / "benchmarks" / "quality.md").read_text()
