@@ -161,12 +161,6 @@ def test_options_of_a_quoted_verb_exist(verb, arguments):
         assert name in known | LAUNCHER, f"dschat-lora {verb} has no --{name}"
 
 
-def test_the_page_of_the_training_loop_shows_the_example_as_it_is():
-    example = (ROOT / "examples" / "own_training_loop.py").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "addons" / "loralib.md").read_text(encoding="utf-8")
-    assert f"```python\n{example}```\n" in page
-
-
 # ---------------------------------------------------------------------------- figures
 
 RESULTS = ROOT / "benchmarks" / "results"
