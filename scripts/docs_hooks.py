@@ -27,6 +27,7 @@ OUTSIDE = {
 }
 # Pages that have taken the place of others, by the former address.
 FORMER = {
+    "api": "architecture",
     "chat_and_serve": "addons/serving",
     "coming_from_axolotl": "coming_from_other_trainers",
     "coming_from_llama_factory": "coming_from_other_trainers",
@@ -37,8 +38,8 @@ FORMER = {
     "four_bit_base": "memory",
     "loralib": "addons/loralib",
     "multi_node": "scaling",
-    "nlg_gpt2": "addons/nlg",
-    "nlu_glue": "addons/glue",
+    "nlg_gpt2": "addons/lora_paper",
+    "nlu_glue": "addons/lora_paper",
     "notebooks": "python_api",
     "own_training_loop": "addons/loralib",
     "pipeline": "addons/pipeline",

@@ -1,8 +1,8 @@
 """How much of a small update 16-bit weights keep, rounded to the nearest or by chance.
 
-``python scripts/rounding_table.py`` prints the table of benchmarks/quality.md. Weights and updates are
-normally distributed, updates so many times smaller. What is kept of them is the projection on them
-of what has changed in the weights once the sum is rounded to bfloat16.
+``python scripts/rounding_table.py`` prints the table of benchmarks/quality.md. Weights and updates
+are normally distributed, updates so many times smaller. What is kept of them is the projection on
+them of what has changed in the weights once the sum is rounded to bfloat16.
 """
 
 import torch
