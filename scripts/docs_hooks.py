@@ -174,7 +174,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         target = normpath(join(dirname(source), path))
         inside = moved_to(path)
-        if target == inside and not target.startswith("docs/"):
+        if target == inside and not target.startswith(("docs/", "notebooks/")):
             return match[0]
         return f"{head}{relpath(inside, dirname(uri) or '.')}{anchor})"
 
