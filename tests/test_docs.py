@@ -89,7 +89,7 @@ def test_commands_are_found_in_every_form():
 
 
 @of_the_whole
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/exactness.md"])
 def test_quoted_files_of_the_checkout_exist(name):
     """A name without a folder lies in that of the name before it."""
     gone, folder = [], ROOT
@@ -159,12 +159,6 @@ def test_options_of_a_quoted_verb_exist(verb, arguments):
     assert known or verb in ("demo", "models", "recipes", "report", "accept"), verb
     for name in re.findall(r"(?<!\S)--(\w+)", arguments.split(" #")[0]):
         assert name in known | LAUNCHER, f"dschat-lora {verb} has no --{name}"
-
-
-def test_the_page_of_the_training_loop_shows_the_example_as_it_is():
-    example = (ROOT / "examples" / "own_training_loop.py").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "addons" / "loralib.md").read_text(encoding="utf-8")
-    assert f"```python\n{example}```\n" in page
 
 
 # ---------------------------------------------------------------------------- figures
@@ -285,6 +279,20 @@ def test_each_figure_of_the_comparison_is_in_the_result_that_its_row_names():
         found[row] = unrecorded(row, result["grpo"] if name == "stated.json" else result)
     assert len(found) == 17
     assert {row: lost for row, lost in found.items() if lost} == {}
+
+
+@pytest.mark.parametrize(
+    ("page", "begin", "end", "source"),
+    [
+        ("comparison", "## Speed and memory", "[All figures", "speed"),
+        ("scaling", "By calculation", "## Long rows", "scaling"),
+    ],
+)
+def test_figures_that_a_page_quotes_are_in_the_tables_it_links_to(page, begin, end, source):
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8").split(begin)[1].split(end)[0]
+    known = written((ROOT / "benchmarks" / f"{source}.md").read_text("utf-8"))
+    assert len(written(text)) > 8
+    assert set(written(text)) <= set(known)
 
 
 @pytest.mark.parametrize(

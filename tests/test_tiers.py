@@ -53,8 +53,7 @@ def test_what_is_named_on_the_command_line_is_taken(arguments, taken, request, m
 @pytest.mark.parametrize(
     "name", sorted(path.parent.name for path in ROOT.glob("dschat_lora/addons/*/addon.py"))
 )
-def test_each_addon_has_tests_a_smoke_test_and_a_page(name):
+def test_each_addon_has_tests_and_a_smoke_test(name):
     texts = [path.read_text("utf-8") for path in (TESTS / "addons" / name).rglob("test_*.py")]
     assert texts
     assert any("pytest.mark.smoke" in text for text in texts)
-    assert (ROOT / "docs" / "addons" / f"{name}.md").is_file()

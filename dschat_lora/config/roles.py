@@ -21,7 +21,7 @@ class Role:
     optim: OptimConfig
     zero_stage: int | None
 
-    def given(self, typed: frozenset[str]) -> frozenset[str]:
-        """Those of the ``typed`` options that are its own, without their prefix."""
-        own = (name for name in typed if name.startswith(self.prefix))
+    def typed(self, given: frozenset[str]) -> frozenset[str]:
+        """Those of the ``given`` options that are its own, without their prefix."""
+        own = (name for name in given if name.startswith(self.prefix))
         return frozenset(name.removeprefix(self.prefix) for name in own)

@@ -143,11 +143,11 @@ class MemoryPlan:
         """The most while responses are drawn."""
         return self.weights + self.training + self.graphs + self.cache
 
-    def line(self) -> str:
-        """The plan in words, for the log; by what it holds where responses are decoded, too."""
+    def line(self, *, of_parts: bool) -> str:
+        """The plan in words, for the log; ``of_parts`` says what takes how much."""
         most = f"memory       up to {self.peak / GIB:.3g} GiB per device by estimate"
         graphs = f", CUDA graphs {self.graphs / GIB:.3g}" if self.graphs else ""
-        if not self.cache:
+        if not of_parts:
             return f"{most}, for full rows{graphs}{self.host_words}"
         saved = self.separate_weights - self.weights
         shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""

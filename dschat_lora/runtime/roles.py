@@ -103,7 +103,7 @@ def with_ruled_rates(config: StageT, sources: Sources, run: OpenRun[StageConfig]
         model = load_config(sources.of(name).base, role.model)
         width = model.hidden_size
         rates = ruled_rates(model.model_type, width, stage=stage, factor=factor, lora=role.lora)
-        typed = "lora_learning_rate" in role.given(config.given)
+        typed = "lora_learning_rate" in role.typed(config.given)
         adapter = role.optim.lora_learning_rate if typed else rates.adapter
         config = with_values(config, {f"{role.prefix}ruled": (rates.base, adapter)})
         rate = rates.base
@@ -111,7 +111,7 @@ def with_ruled_rates(config: StageT, sources: Sources, run: OpenRun[StageConfig]
             rate = adapter_learning_rate(config.trained[name].optim)
         option = f"--{role.prefix}learning_rate auto"
         run.log.say(f"  rate         {rate:.3g} by {option}: {rates.reason}")
-        ruled[name] = rates._asdict()
+        ruled[name] = rates._asdict() | {"adapter": adapter}
         run.record.update({"rates": ruled if role.prefix else ruled[name]})
     return config
 
@@ -194,7 +194,7 @@ def record_memory(run: OpenRun[StageConfig], plan: MemoryPlan | None) -> list[st
     if plan is None:
         return []
     run.record.update({"memory": plan.to_dict()})
-    return [plan.line()]
+    return [plan.line(of_parts=run.config.kind == "prompts")]
 
 
 def describe_roles(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dschat_lora.config.addons import through_addons
 from dschat_lora.config.groups import ModelConfig
-from dschat_lora.config.options import with_values
+from dschat_lora.config.options import option_names, with_values
 from dschat_lora.config.roles import MODEL
 from dschat_lora.config.stages import StageConfig, SupervisedConfig, too_long
 from dschat_lora.config.values import parse_rope_scaling
@@ -92,7 +92,7 @@ def with_continued_adapters(config: StageT, inputs: Inputs) -> StageT:
     """With the settings of the adapters that are continued; refuses options that contradict."""
     for name, role in config.roles.items():
         with config.naming_options_of(name):
-            given = role.given(config.given)
+            given = role.typed(config.given)
             lora = continued_lora(role.lora, inputs.sources.of(name), given)
         values = {role.prefix + option: value for option, value in vars(lora).items()}
         config = with_values(config, values)
@@ -128,7 +128,8 @@ def fit_lengths(
         try:
             config = config if limit is None else config.fitted(limit)
         except ValueError as error:
-            reach = _reach(fields, config.data.max_seq_len) if config.load is model else ""
+            reaches = "rope_scaling" in option_names(type(config))
+            reach = _reach(fields, config.data.max_seq_len) if reaches else ""
             raise ValueError(f"{error}{reach}") from error
     return config
 
@@ -189,12 +190,12 @@ def with_deepspeed_json(config: StageT, inputs: object = None) -> StageT:
         world_size=launched_processes(),
         tokens_per_device=batch.tokens_per_device if counts_tokens else 0,
     )
-    stages = {name: role.zero_stage for name, role in config.roles.items()}
-    for name, role in config.roles.items():
-        if stages[name] is None:
-            stages[name] = values[f"{role.prefix}zero_stage"] = values["zero_stage"]
-    check_compile(config.load, *stages.values())
-    return with_values(config, values)
+    for role in config.roles.values():
+        if role.zero_stage is None:
+            values[f"{role.prefix}zero_stage"] = values["zero_stage"]
+    config = with_values(config, values)
+    check_compile(config.load, *(role.zero_stage for role in config.roles.values()))
+    return config
 
 
 def with_recomputation(config: StageT, inputs: object = None) -> StageT:

@@ -54,6 +54,10 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
             f"steps: {operations(flops)} per device at {rate:.3g} TFLOP/s, the "
             f"{'data sheet' if peak else 'measured'} rate of matrix products"
         )
+    elif loader.counts is None:
+        run.log.say(
+            f"  time         unknown for {schedule.num_steps:,} steps, as rows are streamed"
+        )
     else:
         run.log.say("  time         unknown, or nothing is trained")
     say_sample(run, config.data, setup.tokenizer)

@@ -12,7 +12,6 @@ from torch import Tensor
 from dschat_lora.algos.logprobs import GroupSums
 from dschat_lora.data.batch import Batch
 from dschat_lora.data.loader import Collator
-from dschat_lora.data.rows import DataKind
 
 # An engine or module, called as the stage's network is.
 Network = Callable[..., Any]
@@ -95,7 +94,6 @@ class AnswerLoss(NamedTuple):
     # (2 P,) of a batch's answers, and of those that they are compared with
     logprobs: Callable[[Network, Any], Tensor]
     begin: Callable[[Any], None]  # says what is to be known of a setup's data
-    kind: DataKind = "unpaired"
     unit: str = "answers"  # what messages call a sample
     passes: int = 1  # forward passes of its own, such as those of a divergence
 

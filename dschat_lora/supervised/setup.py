@@ -18,7 +18,6 @@ from dschat_lora.models.build import (
     attach_media,
     build_causal_lm,
     build_reward_model,
-    check_balancing,
 )
 from dschat_lora.models.loading import (
     ModuleT,
@@ -88,7 +87,6 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
     for own in groups_of(config, "before_models"):
         own.before_models()
     source = find_model(config.model.model_name_or_path)
-    check_balancing(source, config.model)
     sources = Sources({MODEL: source})
     check_same_models(sources.by_role)
     group = tensor_group(config.parallel)
@@ -99,7 +97,7 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
     config = with_ruled_rates(config, sources, run)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, base=source.base)
-    settings, free = engines_of(config)["model"], free_memory()
+    settings, free = engines_of(config)[MODEL], free_memory()
     build = build_reward_model if config.task == "SEQ_CLS" else build_causal_lm
     adapted = build(
         source,
@@ -118,7 +116,7 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
         return plan_memory([*trained_models(config, roles).values()])
 
     config = resolve_micro_batches(run, config, roles, plan=planned, free=free)
-    run, settings = replace(run, config=config), engines_of(config)["model"]
+    run, settings = replace(run, config=config), engines_of(config)[MODEL]
     one = trained_models(config, roles)
     plan, graphs = plan_graphs(planned(config), one, config.model, free=free)
     describe_roles(

@@ -14,8 +14,10 @@ from dschat_lora.config.stages import (
 )
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import Collator
+from dschat_lora.models.build import check_balancing
 from dschat_lora.models.causal_lm import CausalLMLogprobs, CausalLMLoss
 from dschat_lora.models.reward_model import RewardModel
+from dschat_lora.models.source import find_model
 from dschat_lora.runtime.caller import NOBODY, Caller
 from dschat_lora.runtime.run import open_run
 from dschat_lora.supervised.batching import make_pair_layout, make_sample_layout, resolve_head
@@ -35,7 +37,7 @@ ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
 def run_sft(config: SupervisedConfig, caller: Caller = NOBODY) -> Path | None:
     """Step 1, supervised fine-tuning; gives its directory, None for a dry run."""
-    return run_stage(config, caller, train_sft, lambda _: SampleCollator)
+    return run_stage(config, caller, train_sft, lambda _: SampleCollator, first=check_loss)
 
 
 def run_reward(config: RewardStageConfig, caller: Caller = NOBODY) -> Path | None:
@@ -53,12 +55,15 @@ def run_stage(
     caller: Caller,
     train: Callable[[SupervisedSetup, ConfigT], None],
     collator: Callable[[ConfigT], Callable[[int], Collator]],
+    first: Callable[[ConfigT], None] = lambda _: None,
 ) -> Path | None:
     """Set up and ``train``, or show the plan of a dry run; gives the directory.
 
-    ``collator`` gives what makes batches of a padding token's id, as far as options tell.
+    ``collator`` gives what makes batches of a padding token's id, as far as options tell. ``first``
+    refuses what needs torch to be known, before anything takes long.
     """
     with open_run(config, check=check_supervised, caller=caller) as run:
+        first(run.config)
         setup = set_up(run)
         if run.directory is None:
             from dschat_lora.supervised.dry_run import show_plan
@@ -67,6 +72,11 @@ def run_stage(
         else:
             train(setup, run.config)  # a function of its own: its engine must not outlive the run
     return run.directory
+
+
+def check_loss(config: SupervisedConfig) -> None:
+    """Refuse a loss that the model does not have."""
+    check_balancing(find_model(config.model.model_name_or_path), config.model)
 
 
 def train_sft(setup: SupervisedSetup, config: SupervisedConfig) -> None:
@@ -102,7 +112,6 @@ def loss_of_type(config: DpoStageConfig) -> AnswerLoss:
         make_objective=lambda _, reference: dpo_objective(config.dpo, reference),
         logprobs=answer_logprobs,
         begin=note_unused_margins,
-        kind="pairs",
         unit="pairs",
         passes=0,
     )

@@ -162,7 +162,7 @@ def iterate(
     made = {
         name: TrainEngine(
             network,
-            parameter_groups(roles.models[name].model, getattr(config, name).optim(config.optim)),
+            parameter_groups(roles.models[name].model, config.roles[name].optim),
             settings,
         )
         for name, network in zip(("actor", "critic"), networks, strict=True)

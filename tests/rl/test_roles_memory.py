@@ -111,6 +111,6 @@ def test_memory_plan_is_what_one_counts_by_hand(large_roles):
     assert plan.cache == cache_bytes(config, roles.actor.model) == 2 * 24 * 2048 * 8 * 512 * 2
     assert plan.peak == plan.weights + plan.training + max(plan.update, plan.cache)
     assert plan.to_dict()["peak"] == plan.peak
-    line = plan.line()
+    line = plan.line(of_parts=True)
     assert f"up to {plan.peak / 2**30:.3g} GiB" in line
     assert f"(as models of their own: {plan.separate_weights / 2**30:.3g})" in line

@@ -104,7 +104,7 @@ def test_auto_takes_graphs_where_their_memory_fits_too(monkeypatch):
         assert names == ["model"] * taken
         # They are kept while responses are drawn, too.
         assert needed.graphs == taken * kept
-        assert (", CUDA graphs " in needed.line()) == taken
+        assert (", CUDA graphs " in needed.line(of_parts=False)) == taken
         assert needed.peak - plan.peak == taken * kept
 
 

@@ -241,8 +241,10 @@ class StreamedRows:
 
     def record(self, run: "OpenRun[Any]", step: int) -> None:
         """Record what was read in so many steps, and say where the data ended before the run."""
-        run.record.update({"stream": {name: self.state()[name] for name in ("unused", "read")}})
-        if self.has_ended and step < run.config.optim.max_steps:
+        state = self.state()
+        run.record.update({"stream": {name: state[name] for name in ("unused", "read")}})
+        has_ended = self.has_ended or state.get("end") is not None
+        if has_ended and step < run.config.optim.max_steps:
             run.log.say(f"all data was read --max_repeats times: the run ends after step {step}")
 
     def take(self) -> Iterator[Taken]:

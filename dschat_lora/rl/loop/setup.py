@@ -23,7 +23,7 @@ from dschat_lora.rl.loop.memory import (
     rollout_words,
 )
 from dschat_lora.rl.options.config import RlhfConfig
-from dschat_lora.rl.options.inputs import Sources, find_sources, other_tokenizer, text_data
+from dschat_lora.rl.options.inputs import find_sources, other_tokenizer, text_data
 from dschat_lora.rl.options.role_config import option_errors_for
 from dschat_lora.rl.score.scores import Scoring, load_scoring
 from dschat_lora.runtime.memory import GIB, explaining_memory, free_memory
@@ -46,6 +46,7 @@ from dschat_lora.runtime.setup import (
     state_identity,
     tensor_group,
 )
+from dschat_lora.runtime.validation import Sources
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def with_rank_of_critic(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
 def check_lora(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse options of experts of a role that adapts none."""
     for name, role in config.trained.items():
-        own = {each for each in role.given(config.given) if each.startswith("expert_")}
+        own = {each for each in role.typed(config.given) if each.startswith("expert_")}
         with option_errors_for(name):
             check_lora_options(role.lora, frozenset(own))
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dschat_lora.addons.streaming.loader import StreamedRows
+from dschat_lora.addons.streaming.prompts import PromptStream
 from dschat_lora.config.addons import through_addons
 from dschat_lora.config.options import build_config
 from dschat_lora.config.stages import DpoStageConfig, SupervisedConfig
@@ -96,5 +97,11 @@ def test_data_that_has_ended_is_said_where_that_ends_the_run(has_ended, step, sa
     rows.has_ended = has_ended
     rows.record(run, step)
     assert record == {"stream": {"read": {}, "unused": {}}}
+    # What was read before a resume is known by the state.
+    end = {"iteration": 3, "short": {}, "passes": {}, "end": 3 if has_ended else None}
+    options = {"per_iteration": 1, "most": 5, "seed": 0, "iteration": lambda: 3}
+    prompts = PromptStream(None, say=lines.append, **options)
+    prompts.restore(rows.state() | end)
+    prompts.record(run, step)
     expected = ["all data was read --max_repeats times: the run ends " + each for each in said]
-    assert lines == expected
+    assert lines == 2 * expected
