@@ -27,6 +27,7 @@ OUTSIDE = {
 }
 # Pages that have taken the place of others, by the former address.
 FORMER = {
+    "api": "architecture",
     "chat_and_serve": "addons/serving",
     "coming_from_axolotl": "coming_from_other_trainers",
     "coming_from_llama_factory": "coming_from_other_trainers",
