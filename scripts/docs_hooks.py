@@ -35,17 +35,21 @@ FORMER = {
     "coming_from_other_rl_trainers": "coming_from_other_trainers",
     "coming_from_trl": "coming_from_other_trainers",
     "distill": "addons/distill",
+    "four_bit_base": "memory",
     "loralib": "addons/loralib",
     "multi_node": "scaling",
     "nlg_gpt2": "addons/lora_paper",
     "nlu_glue": "addons/lora_paper",
+    "notebooks": "python_api",
     "own_training_loop": "addons/loralib",
     "pipeline": "addons/pipeline",
     "python_primitives": "addons/trainer",
     "report": "addons/report",
     "rollout_engines": "addons/engines",
+    "settings_and_memory": "memory",
     "tinker": "addons/tinker",
     "train_your_agent": "addons/agents",
+    "use_the_result": "commands",
 }
 REDIRECT = """<!doctype html>
 <meta charset="utf-8">
@@ -170,7 +174,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         target = normpath(join(dirname(source), path))
         inside = moved_to(path)
-        if target == inside and not target.startswith("docs/"):
+        if target == inside and not target.startswith(("docs/", "notebooks/")):
             return match[0]
         return f"{head}{relpath(inside, dirname(uri) or '.')}{anchor})"
 

@@ -1,4 +1,4 @@
-"""Writes what fits by the planner: the tables of docs/memory.md and docs/four_bit_base.md.
+"""Writes what fits by the planner: tables of docs/memory.md and benchmarks/speed.md.
 
 python scripts/memory_table.py
 
@@ -20,8 +20,7 @@ from dschat_lora.addons.planning.plan import (
 )
 from dschat_lora.addons.planning.plan_search import largest_rows, plan_file, plan_stage, planning
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-MARKS = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("OPT-1.3B", "OPT-6.7B", "Llama-2-7B", "Llama-3-8B", "Qwen3-8B")
 SIZES = ("12GB", "16GB", "24GB", "48GB", "80GB", "141GB")
 RANK, LENGTH, DECODED = 16, 1024, 8
@@ -99,21 +98,23 @@ def _recipe_cells(plan: StagePlan) -> str:
     return " | ".join(cells)
 
 
-def write_table(page: str, head: Iterable[str], lines: Iterable[str]) -> None:
-    """Put a table into a page of the documentation in place of the last one."""
+def write_table(page: str, name: str, head: Iterable[str], lines: Iterable[str]) -> None:
+    """Put a table into a page in place of the last one of that name."""
     names = list(head)
-    text = "\n".join([f"| {' | '.join(names)} |", "|" + "---|" * len(names), *lines])
-    file = DOCS / page
-    old = file.read_text(encoding="utf-8")
-    file.write_text(MARKS.sub(lambda _: text + "\n", old), encoding="utf-8")
+    text = "\n".join([f"| {' | '.join(names)} |", "|" + "---|" * len(names), *lines, ""])
+    marks = re.compile(rf"(?<=<!-- table: {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    file = ROOT / page
+    file.write_text(marks.sub(lambda _: text, file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main() -> None:
     """Write the tables."""
-    cards = [f"{size[:-2]} GB" for size in SIZES]
-    write_table("memory.md", ["model", "stage", "bits", *cards], rows())
-    cards = [f"{size[:-2]} GB" for size in RECIPE_SIZES]
-    write_table("four_bit_base.md", ["recipe", "stage", "GiB", *cards], recipe_rows())
+    head = ["model", "stage", "bits", *(f"{size[:-2]} GB" for size in SIZES)]
+    lines = list(rows())
+    write_table("benchmarks/speed.md", "rows", head, lines)
+    write_table("docs/memory.md", "sft", head, (line for line in lines if "| SFT |" in line))
+    head = ["recipe", "stage", "GiB", *(f"{size[:-2]} GB" for size in RECIPE_SIZES)]
+    write_table("benchmarks/speed.md", "recipes", head, recipe_rows())
 
 
 if __name__ == "__main__":

@@ -282,6 +282,20 @@ def test_each_figure_of_the_comparison_is_in_the_result_that_its_row_names():
 
 
 @pytest.mark.parametrize(
+    ("page", "begin", "end", "source"),
+    [
+        ("comparison", "## Speed and memory", "[All figures", "speed"),
+        ("scaling", "By calculation", "## Long rows", "scaling"),
+    ],
+)
+def test_figures_that_a_page_quotes_are_in_the_tables_it_links_to(page, begin, end, source):
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8").split(begin)[1].split(end)[0]
+    known = written((ROOT / "benchmarks" / f"{source}.md").read_text("utf-8"))
+    assert len(written(text)) > 8
+    assert set(written(text)) <= set(known)
+
+
+@pytest.mark.parametrize(
     ("heading", "until", "names"),
     [
         ("`results/cpu-pairs.json`", "**sft.**", "cpu-pairs"),

@@ -115,7 +115,7 @@ def test_a_block_keeps_each_tensor_once_and_launches_few_kernels(
     assert block == rule[1] - rule[0]
 
 
-# The table of docs/settings_and_memory.md, and what it says of eight GPUs.
+# The first table of benchmarks/speed.md about estimated memory, and what it says of eight GPUs.
 ROWS = [
     (shape, rank, recompute)
     for shape in ("opt-1.3b", "opt-6.7b", "llama-2-7b")
