@@ -169,7 +169,7 @@ def test_commands_of_the_quick_start_run_one_after_another(readme, launcher, tmp
 ELSEWHERE = re.compile(
     r"\.\.\.|\b[A-Z]{3,}\b|hostfile|--num_gpus|--include|llama_cpp|extract|accept|glue|nlg|demo|opt-|"
     r"llama-|[\w-]+/[A-Z]|[\w-]+-[\w-]+/|[A-Z]\w+/|org/|me/|openai/|output/rules|output/asks|"
-    r"output/mine --resume|output/right|rlhf-2|gpu-2|web/|--tasks|^tinker|^tune|"
+    r"output/mine --resume|output/right|rlhf-2|gpu-2|web/|--tasks|^tinker|^tune|^pipeline qwen3|"
     r"_len (?:2048|65536)|step-0|judge:|my_|labelled"
 )
 # What documents call files of rows, as the README's or as pairs.
