@@ -33,6 +33,18 @@ _RL = {
     "per_device_generation_batch_size": DECODED,
     "actor_lora_dim": RANK,
 }
+_GRPO = {"algorithm": "grpo", "num_generations": DECODED, "reward_function": ("math:fsum",)}
+LARGEST_MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B")
+LARGEST_SIZES = ("8GB", "16GB", "24GB", "80GB")
+# Name, column of the table of all stages, bits of the base, and options.
+LARGEST: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
+    ("SFT, 16-bit base", "SFT", 16, {}),
+    ("SFT, 4-bit base", "SFT", 4, {}),
+    ("DPO, 16-bit base", "DPO", 16, {}),
+    ("GRPO, 16-bit base", "PPO", 16, _GRPO),
+    ("GRPO, 4-bit base", "PPO", 4, _GRPO),
+    ("PPO with a reward model, 16-bit base", "PPO", 16, {}),
+)
 _SUPERVISED = {"max_seq_len": LENGTH, "lora_dim": RANK}
 # Column -> stage, its options, and those that name the model.
 STAGES_OF_TABLE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -73,6 +85,22 @@ def _cell(plan: StagePlan, card: Card) -> str:
     return f"{kept or '-'} / {again}" if again else "-"
 
 
+def largest_models() -> Iterator[str]:
+    """Lines of the README's table: the largest of some models that fits each size of GPU."""
+    for label, column, bits, own in LARGEST:
+        stage, options, names = STAGES_OF_TABLE[column]
+        cells = dict.fromkeys(LARGEST_SIZES, "-")
+        for model in LARGEST_MODELS:
+            given = options | own | dict.fromkeys(names[: 1 + (column == "PPO" and not own)], model)
+            given |= {"base_bits": bits}
+            with planning() as home:
+                plan = plan_stage(stage, given, home, card=None).plan
+            for size in LARGEST_SIZES:
+                if _cell(plan, find_card(size)) != "-":
+                    cells[size] = model.removeprefix("Qwen3-")
+        yield f"| {label} | {' | '.join(cells.values())} |"
+
+
 def recipe_rows(names: Iterable[str] = RECIPES) -> Iterator[str]:
     """Lines of the table of recipes, one for each stage and algorithm."""
     for name in names:
@@ -109,6 +137,8 @@ def write_table(page: str, name: str, head: Iterable[str], lines: Iterable[str])
 
 def main() -> None:
     """Write the tables."""
+    head = ["Qwen3 with LoRA", *(f"{size[:-2]} GB" for size in LARGEST_SIZES)]
+    write_table("README.md", "largest", head, largest_models())
     head = ["model", "stage", "bits", *(f"{size[:-2]} GB" for size in SIZES)]
     lines = list(rows())
     write_table("benchmarks/speed.md", "rows", head, lines)

@@ -1,4 +1,4 @@
-"""README, Makefile, image and Colab install by the same steps; what the image is, and is not."""
+"""The page, Makefile, image and Colab install by the same steps; what the image is, and is not."""
 
 import json
 import re
@@ -49,9 +49,8 @@ def steps(text):
     return [[word for word in shlex.split(each) if word not in SILENT] for each in found]
 
 
-def readme_steps():
-    block = (ROOT / "README.md").read_text("utf-8").split("```\npython3 -m venv")[1].split("```")[0]
-    return steps(block)
+def documented_steps():
+    return steps(INSTALL.split("## In a con")[0])
 
 
 def colab():
@@ -70,18 +69,16 @@ def makefile_steps():
     return steps(done.stdout)
 
 
-def test_the_readme_installs_in_three_steps_by_the_tested_versions():
-    assert len(readme_steps()) == 3
-    assert all(each[:2] == ["--constraint", "constraints.txt"] for each in readme_steps())
+def test_the_page_installs_in_three_steps_by_the_tested_versions():
+    assert len(documented_steps()) == 3
+    assert all(each[:2] == ["--constraint", "constraints.txt"] for each in documented_steps())
     (pinned,) = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.M)
-    assert readme_steps()[1][2:] == [pinned]
+    assert documented_steps()[1][2:] == [pinned]
 
 
-@pytest.mark.parametrize(
-    "found", [makefile_steps, dockerfile_steps, lambda: steps(INSTALL.split("## In a con")[0])]
-)
+@pytest.mark.parametrize("found", [makefile_steps, dockerfile_steps])
 def test_the_same_steps_install_everywhere(found):
-    assert found() == readme_steps()
+    assert found() == documented_steps()
 
 
 def declared_python():
@@ -248,8 +245,8 @@ def test_colab_keeps_its_torch_and_takes_the_other_versions(tmp_path):
     )
     kept = (tmp_path / name).read_text().splitlines()
     everything = (ROOT / "constraints.txt").read_text().splitlines()
-    assert [line for line in everything if line not in kept] == readme_steps()[1][2:]
-    last = [name if word == "constraints.txt" else word for word in readme_steps()[2]]
+    assert [line for line in everything if line not in kept] == documented_steps()[1][2:]
+    last = [name if word == "constraints.txt" else word for word in documented_steps()[2]]
     assert steps("\n".join(colab())) == [last]
 
 

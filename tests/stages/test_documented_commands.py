@@ -165,11 +165,11 @@ def test_commands_of_the_quick_start_run_one_after_another(readme, launcher, tmp
         run(launcher, tmp_path, *words, *(["--port", "0"] if words[0] == "serve" else []))
 
 
-# Commands that name what no test has: other data, longer models, checkpoints and programs.
+# Commands that name what no test has: other data, longer models, checkpoints, programs, servers.
 ELSEWHERE = re.compile(
     r"\.\.\.|\b[A-Z]{3,}\b|hostfile|--num_gpus|--include|llama_cpp|extract|accept|glue|nlg|demo|opt-|"
     r"llama-|[\w-]+/[A-Z]|[\w-]+-[\w-]+/|[A-Z]\w+/|org/|me/|openai/|output/rules|output/asks|"
-    r"output/mine --resume|"
+    r"output/mine --resume|output/right|rlhf-2|gpu-2|web/|--tasks|^tinker|^tune|^pipeline qwen3|"
     r"_len (?:2048|65536)|step-0|judge:|my_|labelled"
 )
 # What documents call files of rows, as the README's or as pairs.

@@ -54,7 +54,8 @@ def test_commands_of_a_tutorial_run_one_after_another(name, tmp_path):
     write_files(name, tmp_path)
     script = re.compile(r"^deepspeed training/step\d_(\w+)/main.py")
     lines = [script.sub(r"dschat-lora \1", line) for b in blocks(name) for line in b.splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("dschat-lora ")]
+    ours = (line for line in lines if line.startswith("dschat-lora ") and "Qwen/" not in line)
+    commands = [shlex.split(line)[1:] for line in ours]
     assert "rlhf" in [verb for verb, *_ in commands]
     for words in commands:
         argv = [sys.executable, "-m", "dschat_lora", *words, *SHORT.get(words[0], "").split()]
