@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +15,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 # Pages of the site by their file in the checkout.
 OUTSIDE = {
+    "AGENTS.md": "agents_md.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -202,8 +203,27 @@ def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> s
     return output.replace(SHIM, "/assets/search_worker.js")
 
 
+def llms_txt(pages: Iterable[Path]) -> str:
+    """The pages with their first sentence each, as llmstxt.org has it."""
+    lines = [
+        "# dschat_lora",
+        "",
+        "> LoRA fine-tuning and RLHF for language models on DeepSpeed",
+        "",
+    ]
+    for path in pages:
+        title, _, text = path.read_text(encoding="utf-8").partition("\n\n")
+        plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(text.partition("\n\n")[0].split()))
+        address = path.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+        about = plain.partition(". ")[0].rstrip(".:")
+        lines.append(f"- [{title.removeprefix('# ')}]({address}): {about}")
+    return "\n".join([*lines, ""])
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Let former addresses lead to their pages."""
+    """Let former addresses lead to their pages, and language models find all pages."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    Path(config.site_dir, "llms.txt").write_text(llms_txt(pages), encoding="utf-8")
     for former, page in FORMER.items():
         path = Path(config.site_dir, f"{former}.html")
         address = relpath(f"{page}.html", dirname(former) or ".")

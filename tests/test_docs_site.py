@@ -20,7 +20,10 @@ from helpers.addons import of_the_whole
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+    ),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     ROOT / "configs" / "ds" / "README.md",
     *sorted(DOCS.rglob("*.md")),
@@ -128,6 +131,10 @@ def test_former_addresses_of_the_site_lead_to_their_pages(former, page, tmp_path
         monkeypatch.setitem(sys.modules, name, module)
     hooks = runpy.run_path(str(ROOT / "scripts" / "docs_hooks.py"))
     hooks["on_post_build"](SimpleNamespace(site_dir=tmp_path))
+    listed = re.findall(
+        r"^- \[.+\]\((.+)\.html\): .{20}", (tmp_path / "llms.txt").read_text(), re.M
+    )
+    assert listed == [path.relative_to(DOCS).as_posix()[:-3] for path in sorted(DOCS.rglob("*.md"))]
     text = (tmp_path / f"{former}.html").read_text()
     assert set(re.findall(r"[\w/]+\.html", text)) == {f"{page}.html"}
     assert (DOCS / f"{page}.md").is_file()
