@@ -140,8 +140,8 @@ def sft(
     Args:
         model: hub name, directory, earlier ``Run``, or (model, tokenizer) that are loaded,
             which are not changed; the bundled tiny model when absent.
-        data: path or paths, list of dicts, ``datasets.Dataset``, or another iterable of dicts that
-            can be gone through again; the bundled data when absent.
+        data: path or paths, list of dicts or of texts, DataFrame, ``datasets.Dataset``, or another
+            iterable of dicts that can be gone through again; the bundled data when absent.
         eval_data: held-out rows, likewise; by default a share of the data (``eval_ratio``).
         output_dir: what the run writes; a temporary directory when absent.
         callbacks: functions ``f(event, step, metrics)``, called on rank 0 with each line of

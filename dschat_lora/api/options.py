@@ -33,11 +33,19 @@ class EarlierRun(Protocol):
     path: Path
 
 
+class DataFrame(Protocol):
+    """A table of pandas or polars."""
+
+    @property
+    def columns(self) -> Iterable[Any]:
+        """Names of the columns."""
+
+
 PathLike = str | os.PathLike[str]
 # A name or path, an earlier run, or a transformers model with its tokenizer.
 Model = str | os.PathLike[str] | EarlierRun | tuple[Any, Any]
-# A path, several, rows, or rows that an iterable gives again and again.
-Data = PathLike | Iterable[PathLike] | Iterable[Mapping[str, Any]]
+# A path, several, texts, rows, or rows that an iterable gives again and again.
+Data = PathLike | Iterable[PathLike] | Iterable[Mapping[str, Any]] | DataFrame
 # What scores responses: a function, the name of one, or a reward model.
 Reward = Callable[..., Any] | str | os.PathLike[str] | EarlierRun
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -139,7 +147,8 @@ def option_values(
         if name in functions:
             value = _functions(value, name, stack)
         elif name in _DATA:
-            value = data_value(value, name.removesuffix("_path"), stack)
+            column = getattr(config_class, "text_column", None)
+            value = data_value(value, name.removesuffix("_path"), stack, column)
         elif name.endswith(_MODELS):
             value = model_value(value, name)
         named[name] = value
@@ -166,15 +175,14 @@ def model_value(model: object, option: str = "model") -> str | None:
     )
 
 
-def data_value(data: object, name: str, stack: ExitStack) -> object:
-    """Paths as they are, and rows by the name under which ``stack`` holds them."""
+def data_value(data: object, name: str, stack: ExitStack, column: str | None = None) -> object:
+    """Paths as they are, and rows by the name under which ``stack`` holds them.
+
+    A list of texts becomes rows of this ``column``; None: of several columns, which it lacks.
+    """
     if data is None or isinstance(data, str | os.PathLike):
         return data
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a DataFrame
-        raise TypeError(f"{name} is a table; give its rows: data.to_dict('records')")
-    if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        rows = cast(Sequence[object], data)  # a Dataset of torch
-        data = [rows[number] for number in range(len(rows))]
+    data = _rows_of(data)
     if not isinstance(data, Iterable) or isinstance(data, Mapping | bytes):
         raise TypeError(
             f"{name} must be a path, rows (dicts), a Dataset or another iterable of dicts, got a "
@@ -193,10 +201,24 @@ def data_value(data: object, name: str, stack: ExitStack) -> object:
         return stack.enter_context(held(data, name))
     texts = [each for each in data if isinstance(each, str) and len(each.split()) > 1]
     if texts and not any(Path(each).exists() for each in texts):
+        if column is not None and all(isinstance(each, str) for each in data):
+            return stack.enter_context(held([{column: each} for each in data], name))
         raise TypeError(
             f"{name} is a list of texts; rows are dicts, such as {{'prompt': {texts[0]!r:.60}}}"
         )
     return [data_value(each, name, stack) for each in data]
+
+
+def _rows_of(data: object) -> object:
+    """The rows of a DataFrame or of a Dataset of torch; what is neither as it is."""
+    table: Any = data
+    if hasattr(data, "to_dicts"):  # polars
+        return table.to_dicts()
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas, with NaN where none is
+        return [{k: v for k, v in row.items() if v == v} for row in table.to_dict("records")]
+    if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return [table[number] for number in range(len(table))]
+    return data
 
 
 def _way_to_rows(data: object) -> str:

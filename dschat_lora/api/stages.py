@@ -23,6 +23,7 @@ from dschat_lora.commands.stages import STAGES, check_as_verb
 from dschat_lora.config.addons import load as load_object
 from dschat_lora.config.addons import provided
 from dschat_lora.config.files import parse_json
+from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.options import build_config, options_in_python
 from dschat_lora.config.stages import (
     DpoStageConfig,
@@ -125,11 +126,17 @@ def load(path: str | Path) -> Run:
         path: directory, or the hub name of a model.
 
     Raises:
-        ValueError: if nothing usable is there.
+        ValueError: if nothing usable is there, nor a model of that name on the hub.
     """
     home = Path(path).expanduser()
     if not (home / "run.json").is_file():
-        find_model(str(home) if home.exists() else str(path))
+        source = find_model(str(home) if home.exists() else str(path))
+        if not home.exists():
+            try:
+                late("models.loading:load_config")(source.base, ModelConfig())
+            except ValueError as error:
+                if "trust_remote_code" not in str(error):  # it is there, with code
+                    raise ValueError(str(error).replace("--model_name_or_path ", "")) from error
     return Run(home.absolute() if home.exists() else home)
 
 
@@ -150,8 +157,8 @@ def sft(
     Args:
         model: hub name, directory, earlier ``Run``, or (model, tokenizer) that are loaded,
             which are not changed; the bundled tiny model when absent.
-        data: path or paths, list of dicts, ``datasets.Dataset``, or another iterable of dicts that
-            can be gone through again; the bundled data when absent.
+        data: path or paths, list of dicts or of texts, DataFrame, ``datasets.Dataset``, or another
+            iterable of dicts that can be gone through again; the bundled data when absent.
         eval_data: held-out rows, likewise; by default a share of the data (``eval_ratio``).
         output_dir: what the run writes; a temporary directory when absent.
         callbacks: functions ``f(event, step, metrics)``, called on rank 0 with each line of

@@ -186,6 +186,7 @@ class StageConfig:
     when: ClassVar[Mapping[str, str]] = {}  # in place of what options and groups say
     stage: ClassVar[str]  # its name: of its runs, its directory and its command
     phase: ClassVar[int] = 1  # of --data_split
+    text_column: ClassVar[str | None] = None  # that texts alone are in, in Python
     micro_batch: ClassVar[str] = "per_device_train_batch_size"  # option of its rows
 
     optim: ScheduleConfig = group(ScheduleConfig)
@@ -286,6 +287,7 @@ class SupervisedConfig(StageConfig):
 
     everyday: ClassVar[Sequence[str]] = ()
     stage: ClassVar[str] = "sft"
+    text_column: ClassVar[str | None] = "text"
     task: ClassVar[Task] = "CAUSAL_LM"  # of the model
     starts_from: ClassVar[tuple[Task, ...]] = ("CAUSAL_LM",)
     model: ModelConfig = group(ModelConfig)
@@ -347,6 +349,7 @@ class RewardStageConfig(SupervisedConfig):
 
     everyday: ClassVar[Sequence[str]] = ("reward_loss",)
     stage: ClassVar[str] = "reward"
+    text_column: ClassVar[str | None] = None
     phase: ClassVar[int] = 2
     task: ClassVar[Task] = "SEQ_CLS"
     starts_from: ClassVar[tuple[Task, ...]] = ("CAUSAL_LM", "SEQ_CLS")
@@ -367,6 +370,7 @@ class DpoStageConfig(SupervisedConfig):
 
     everyday: ClassVar[Sequence[str]] = ("loss_type", "beta")
     stage: ClassVar[str] = "dpo"
+    text_column: ClassVar[str | None] = None
     phase: ClassVar[int] = 2
     when: ClassVar[Mapping[str, str]] = dict.fromkeys(_SFT_ONLY, ELSEWHERE)
     data: DataConfig = group(DataConfig, packing=False)

@@ -20,6 +20,7 @@ from dschat_lora.report.terminal import (
     silence,
     wrapped,
 )
+from dschat_lora.report.texts import counted
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -379,7 +380,7 @@ def summary_lines(metrics: Mapping[str, Any]) -> list[str]:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
     return [
-        f"{metrics['steps']} steps after {metrics['warmup_steps']} of warm-up: "
+        f"{counted(metrics['steps'], 'step')} after {metrics['warmup_steps']} of warm-up: "
         f"{number('step_seconds')} s a step, {number('tokens_per_second')} real tokens/s, "
         f"{number('samples_per_second')} samples/s",
         f"per device: {number('tflops_per_device')} TFLOPs (model), "

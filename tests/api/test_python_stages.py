@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -31,12 +33,15 @@ from api.programs import (
     rightness,
     write_rows,
 )
+from dschat_lora.api.options import option_values
 from dschat_lora.assets import BUNDLED_MODEL
 from dschat_lora.commands.train import run_stage
+from dschat_lora.config.held import held_object
 from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine.rendezvous import LAUNCHED
 from dschat_lora.models.fingerprint import saved_model
+from dschat_lora.rl.options.config import RlhfConfig
 from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
 
@@ -397,6 +402,22 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
 
 
 @pytest.mark.parametrize(
+    ("kind", "data", "rows"),
+    [
+        (SupervisedConfig, pd.DataFrame([*ROWS, {"text": "a"}]), [*ROWS, {"text": "a"}]),
+        (SupervisedConfig, ["Some text.", "b c"], [{"text": "Some text."}, {"text": "b c"}]),
+        (RlhfConfig, ["What is 2?"], [{"prompt": "What is 2?"}]),
+        (RlhfConfig, SimpleNamespace(to_dicts=lambda: ROWS), ROWS),
+    ],
+    ids=["pandas", "texts", "prompts", "polars"],
+)
+def test_tables_and_texts_are_rows(kind, data, rows):
+    with ExitStack() as stack:
+        named = option_values(kind, {"data_path": data}, stack)["data_path"]
+        assert [*held_object(named, "data_path")] == rows
+
+
+@pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
         (lambda: dl.sft("nosuch/model/here"), ValueError, "nosuch/model/here does not exist"),
@@ -406,11 +427,10 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
         (lambda: dl.sft(data=(r for r in ROWS)), ValueError, "data is a generator"),
         (lambda: dl.sft(data=[]), ValueError, "data has no rows"),
         (lambda: dl.sft(data=4), TypeError, "data must be a path, rows"),
-        (lambda: dl.rlhf(data=["What is 2?"], rewards=brevity), TypeError, "{'prompt': 'What"),
+        (lambda: dl.dpo(data=["What is 2?"]), TypeError, "{'prompt': 'What"),
         (lambda: dl.sft(4), TypeError, "model_name_or_path must be a name, a path, a Run"),
         (lambda: dl.sft((4, 5)), TypeError, "(model, tokenizer) of transformers, got a int"),
         (lambda: dl.sft("a", model_name_or_path="b"), TypeError, "an argument of its own, too"),
-        (lambda: dl.sft(data=pd.DataFrame(ROWS)), TypeError, "data.to_dict('records')"),
         (lambda: dl.sft(data=ROWS[0]), TypeError, "a single row goes into a list"),
         (lambda: dl.sft(callbacks=brevity), TypeError, "a list of functions, got a function"),
         (lambda: dl.sft(deepspeed_config={"a": {1}}), ValueError, "--deepspeed_config: is no JSON"),
@@ -436,6 +456,7 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
         ),
         (lambda: dl.generate("a", ["b"], output_path="c"), TypeError, "of the command alone"),
         (lambda: dl.load("nosuch/run/here"), ValueError, "nosuch/run/here"),
+        (lambda: dl.load("nosuch"), ValueError, "nosuch: its configuration cannot be loaded"),
         (lambda: dl.sft(data="python:data"), ValueError, "is an object of a Python program"),
     ],
 )

@@ -13,6 +13,7 @@ from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.distributed import data_world_size, sum_over_processes
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
+from dschat_lora.report.texts import counted
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
@@ -147,10 +148,11 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
     """Say how long the run is, and what is doubtful about that."""
     source, optim, batch = schedule.source, config.optim, config.batch
     prompts = source.size(0)
+    responses = counted(prompts * schedule.num_generations, "response")
     say(
-        f"  iterations   {schedule.num_iterations:,} of {prompts * schedule.num_generations:,} "
-        f"responses to {prompts:,} prompts, {schedule.steps_of(0)} optimizer steps each; "
-        f"{schedule.num_steps:,} steps in all"
+        f"  iterations   {schedule.num_iterations:,} of {responses} to "
+        f"{counted(prompts, 'prompt')}, {counted(schedule.steps_of(0), 'optimizer step')} each; "
+        f"{counted(schedule.num_steps, 'step')} in all"
     )
 
     def steps_of(rows: int, times: int) -> int:
@@ -218,8 +220,8 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
         total = sum(progress.seconds.values())
         shares = ", ".join(f"{n} {s:.1f} s ({s / total:.0%})" for n, s in progress.seconds.items())
         run.log.say(
-            f"{progress.iteration} iterations, {progress.step} steps, "
-            f"{progress.responses:,} responses; {shares}; "
+            f"{counted(progress.iteration, 'iteration')}, {counted(progress.step, 'step')}, "
+            f"{counted(progress.responses, 'response')}; {shares}; "
             f"{progress.kl_spent:.3g} nats per response from the reference"
         )
     trainer.engines.eval()

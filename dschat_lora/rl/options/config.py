@@ -278,6 +278,7 @@ class RlhfConfig(StageConfig):
         "print_loss": ELSEWHERE,
     }
     stage: ClassVar[str] = "rlhf"
+    text_column: ClassVar[str | None] = "prompt"
     phase: ClassVar[int] = 3
     micro_batch: ClassVar[str] = "per_device_training_batch_size"
     actor: RoleConfig = group(RoleConfig, flat=False, section="actor", role="actor")
