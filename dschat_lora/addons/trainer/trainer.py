@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -329,7 +329,7 @@ class Trainer:
         """Give back the engine, its memory and, with the last Trainer, the process group."""
         self._close(together=True)
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
