@@ -15,7 +15,7 @@ EXAMPLE = ROOT / "examples" / "grpo.py"
 def test_the_listing_gives_the_numbers_of_rlhf(tmp_path, capsys):
     listing = runpy.run_path(str(EXAMPLE))
     prompts, reward = listing["bundled_prompts"](), listing["about_thirty"]
-    figures = listing["train"](prompts, reward, directory=str(tmp_path / "own"))
+    figures = listing["train"](prompts, reward, directory=str(tmp_path / "own"), iterations=4)
     run = dl.rlhf(
         data=[{"prompt": prompt} for prompt in prompts],
         algorithm="grpo",
@@ -32,7 +32,7 @@ def test_the_listing_gives_the_numbers_of_rlhf(tmp_path, capsys):
         max_answer_seq_len=listing["MAX_TOKENS"],
         lr_scheduler_type="constant",
         ppo_epochs=listing["UPDATES"],
-        max_steps=listing["ITERATIONS"] * listing["UPDATES"],
+        max_steps=4 * listing["UPDATES"],
         output_dir=tmp_path / "run",
         quiet=True,
     )
