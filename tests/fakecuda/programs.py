@@ -45,7 +45,7 @@ from helpers.engines import make_engine
 from helpers.roles import config_of
 from helpers.runs import NoKeeper, loader
 from helpers.steps import train_steps
-from helpers.tensor_memory import divided_among
+from helpers.tensor_parallel import divided
 
 CUDA = torch.device("cuda", 0)
 
@@ -116,7 +116,7 @@ def train(
     batches = shapes.micro_batches(samples, rows * length)
     with (
         fake_cuda(card, world_size=world_size) as watch,
-        divided_among(tensor_parallel, sequence_parallel=sequence_parallel) as group,
+        divided(tensor_parallel, sequence_parallel=sequence_parallel) as group,
     ):
         watch.truth = False  # no norm is infinite, or DeepSpeed would skip the step
         model = shapes.random_model(size, dtype=DTYPES[dtype], device=CUDA, group=group)

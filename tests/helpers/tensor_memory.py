@@ -1,34 +1,20 @@
 """What the processes of :class:`helpers.ranks.Ranks` hold of a divided model."""
 
 import threading
-from contextlib import contextmanager
 
 import numpy as np
 import psutil
 import torch
 
-from dschat_lora.config.groups import LoraConfig, ModelConfig, ParallelConfig
+from dschat_lora.config.groups import LoraConfig, ModelConfig
 from dschat_lora.data.batch import SampleCollator
 from dschat_lora.data.samples import SequenceSample
-from dschat_lora.engine.distributed import form_grid
 from dschat_lora.lora.model import apply_lora
 from dschat_lora.models.loading import load_causal_lm, load_config
-from dschat_lora.runtime.setup import tensor_group
 from dschat_lora.supervised.objectives import SUPERVISED
 from helpers.engines import make_engine
 from helpers.steps import train_steps
-
-
-@contextmanager
-def divided_among(size, *, sequence_parallel=False):
-    """Within, so many processes hold one model between them; None of one. Call on every rank."""
-    form_grid(size)
-    try:
-        yield tensor_group(
-            ParallelConfig(tensor_parallel_size=size, sequence_parallel=sequence_parallel)
-        )
-    finally:
-        form_grid(1)
+from helpers.tensor_parallel import divided
 
 
 def hold(path, tensor_parallel):
@@ -37,7 +23,7 @@ def hold(path, tensor_parallel):
     batch = SampleCollator(1)([[SequenceSample.of(ids, ids)]])
     options = ModelConfig()
     config = load_config(path, options)
-    with divided_among(tensor_parallel) as group:
+    with divided(tensor_parallel) as group:
         with PeakOfOwnMemory() as peak:
             model = load_causal_lm(
                 path, config, options, dtype=torch.float32, meta=False, group=group
