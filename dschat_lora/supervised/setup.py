@@ -92,8 +92,9 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
     group = tensor_group(config.parallel)
     check_layers(config, sources, group)
     config = with_loaded_lengths(config, sources)
-    fields = load_config(source.base, config.model).to_dict()
-    check_divided_rows(config.model, fields, config.parallel.context_parallel_size)
+    if (size := config.parallel.context_parallel_size) > 1:
+        fields = load_config(source.base, config.model).to_dict()
+        check_divided_rows(config.model, fields, size)
     config = with_ruled_rates(config, sources, run)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     data = read_training_data(config.data, tokenizer, run, base=source.base)
@@ -118,7 +119,7 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
     config = resolve_micro_batches(run, config, roles, plan=planned, free=free)
     run, settings = replace(run, config=config), engines_of(config)[MODEL]
     one = trained_models(config, roles)
-    plan, graphs = plan_graphs(planned(config), one, config.model, free=free)
+    plan, graphs = plan_graphs(plan_memory([*one.values()]), one, config.model, free=free)
     describe_roles(
         run,
         roles,
