@@ -65,7 +65,7 @@ def advise_supervised(
     sizes = {_PARTS.get(name, f"of {name}"): size for name, size in parts.items()}
     remedies = _supervised_remedies(adapted, config, settings, parts)
     advice = f"out of GPU memory: {_in_words(sizes, remedies, device_bytes, config)}"
-    if takes_graphs(now, config.model, peak=peak_here(settings.torch_dtype)):
+    if parts and takes_graphs(now, config.model, peak=peak_here(settings.torch_dtype)):
         kept = parts["activations"] / GIB
         advice += f". --training_graphs off takes {kept:.3g} GiB less, where graphs were recorded"
     if tokens := config.batch.tokens_per_device:

@@ -248,7 +248,9 @@ def test_a_model_that_is_not_understood_has_options_without_sizes(monkeypatch):
         raise ValueError("an architecture of its own")
 
     monkeypatch.setattr(TrainedModel, "estimated", refuse)
+    monkeypatch.setattr(memory_advice, "takes_graphs", lambda *_, **__: True)
     said = advice(device=24)
+    assert "--training_graphs" not in said
     assert said.startswith("out of GPU memory: try one after another, each added to those before: ")
     assert suggested(said) == [FEWER, RECOMPUTED, MOVED, BITS, HOST]
     assert "dschat-lora plan" not in said
