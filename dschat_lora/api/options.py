@@ -215,7 +215,11 @@ def _rows_of(data: object) -> object:
     if hasattr(data, "to_dicts"):  # polars
         return table.to_dicts()
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas, with NaN where none is
-        return [{k: v for k, v in row.items() if v == v} for row in table.to_dict("records")]
+        rows, known = table.to_dict("records"), table.notna().to_dict("records")
+        return [
+            {k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items() if has[k]}
+            for row, has in zip(rows, known, strict=True)
+        ]
     if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return [table[number] for number in range(len(table))]
     return data

@@ -405,11 +405,17 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
     ("kind", "data", "rows"),
     [
         (SupervisedConfig, pd.DataFrame([*ROWS, {"text": "a"}]), [*ROWS, {"text": "a"}]),
+        # Lists of a parquet file are arrays there.
+        (
+            SupervisedConfig,
+            pd.DataFrame([{"messages": np.array([{"role": "user"}])}, {"text": pd.NA}]),
+            [{"messages": [{"role": "user"}]}, {}],
+        ),
         (SupervisedConfig, ["Some text.", "b c"], [{"text": "Some text."}, {"text": "b c"}]),
         (RlhfConfig, ["What is 2?"], [{"prompt": "What is 2?"}]),
         (RlhfConfig, SimpleNamespace(to_dicts=lambda: ROWS), ROWS),
     ],
-    ids=["pandas", "texts", "prompts", "polars"],
+    ids=["pandas", "arrays", "texts", "prompts", "polars"],
 )
 def test_tables_and_texts_are_rows(kind, data, rows):
     with ExitStack() as stack:
