@@ -420,7 +420,7 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
 def test_tables_and_texts_are_rows(kind, data, rows):
     with ExitStack() as stack:
         named = option_values(kind, {"data_path": data}, stack)["data_path"]
-        assert [*held_object(named, "data_path")] == rows
+        assert json.dumps([*held_object(named, "data_path")]) == json.dumps(rows)
 
 
 @pytest.mark.parametrize(
