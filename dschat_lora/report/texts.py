@@ -1,8 +1,15 @@
 """Numbers and tokens as a person reads them."""
 
 import math
+import re
 from collections.abc import Sequence
 
+# A prompt of one turn, in DeepSpeed-Chat's layout and in ChatML.
+_ONE_TURN = re.compile(
+    r"Human:((?:(?!\n\nAssistant:).)*)\n\nAssistant:"
+    r"|<\|im_start\|>user\n((?:(?!<\|im_end\|>).)*)<\|im_end\|>\n<\|im_start\|>assistant",
+    re.DOTALL,
+)
 _BOLD_GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
@@ -42,6 +49,13 @@ def operations(flops: float) -> str:
 def visible(token: str) -> str:
     """A token with its line ends and other control characters written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in token)
+
+
+def as_written(prompt: str) -> str:
+    """A prompt without the space and, if it is a single turn, the role markers around it."""
+    text = prompt.strip()
+    turn = _ONE_TURN.fullmatch(text)
+    return (turn[1] or turn[2] or "").strip() if turn else text
 
 
 def sample_text(tokens: Sequence[str], supervised: Sequence[int], *, colour: bool) -> str:

@@ -17,7 +17,7 @@ from dschat_lora.addons.report.markup import number
 from dschat_lora.addons.report.run_data import read_run
 from dschat_lora.addons.report.verdict import changes_of, doubts, title_of, what_was_trained
 from dschat_lora.report.terminal import shown_by
-from dschat_lora.report.texts import duration, short
+from dschat_lora.report.texts import as_written, duration, short
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
@@ -212,7 +212,7 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
     run = read_run(home)
     answers: dict[str, dict[str, str]] = {}  # to held-out prompts, before and after training
     for answer in run.answers:
-        by_time = answers.setdefault(str(answer.get("prompt", "")).strip(), {})
+        by_time = answers.setdefault(as_written(str(answer.get("prompt", ""))), {})
         by_time[str(answer.get("when"))] = str(answer.get("answer", "")).strip()
     rows = [
         [prompt, each.get("before", ""), each.get("after", "")]

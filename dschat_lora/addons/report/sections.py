@@ -11,7 +11,7 @@ from dschat_lora.addons.report.rollouts import RolloutQuery, rollout_text, selec
 from dschat_lora.addons.report.run_data import RunData
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.data import mixture_shares, split_weight
-from dschat_lora.report.texts import duration, operations, short
+from dschat_lora.report.texts import as_written, duration, operations, short
 
 LEAST_LOSSES = (0.1, 0.7, 2.0, 4.0)  # nats, from which a token has a darker shade
 MOST_SAMPLES = 20
@@ -280,7 +280,7 @@ def answers(runs: Sequence[RunData]) -> list[tuple[str, list[tuple[str, str]]]]:
         for each in run.answers:
             when, prompt, answer = (str(each.get(k, "")) for k in ("when", "prompt", "answer"))
             name = when if len(runs) == 1 else f"{when} {run.label or run.name}"
-            versions = prompts.setdefault(prompt, [])
+            versions = prompts.setdefault(as_written(prompt), [])
             # What a stage begins with is what the one before has ended with.
             if when == "before" and versions and versions[-1][1] == answer:
                 versions[-1] = (f"{versions[-1][0]}, {name}", answer)
@@ -322,7 +322,8 @@ def selected_rollouts(run: RunData) -> dict[str, Versions]:
         by_prompt = by_title.setdefault(ROLLOUT_TITLES[selection], {})
         for row in rows:
             version = (rollout_text(row), row["response"])
-            by_prompt.setdefault((row["prompt"], next(shown)), []).append(version)
+            prompt = as_written(row["prompt"]), next(shown)
+            by_prompt.setdefault(prompt, []).append(version)
     return by_title
 
 
@@ -337,7 +338,8 @@ def rollout_data(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     rows, size = [], 0
     for run in runs:
         for row in run.rollouts:
-            texts = {name: cut(row[name], MOST_CHARACTERS) for name in ("prompt", "response")}
+            texts = {"prompt": as_written(row["prompt"]), "response": row["response"]}
+            texts = {name: cut(text, MOST_CHARACTERS) for name, text in texts.items()}
             tokens = {k: row[k] for k in _TOKEN_FIELDS if isinstance(row.get(k), list)}
             # About as many bytes as the JSON of a row.
             size += 150 + len(json.dumps([*texts.values()])) + 12 * sum(map(len, tokens.values()))

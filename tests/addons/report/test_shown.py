@@ -14,6 +14,7 @@ from dschat_lora.addons.report import notebook
 from dschat_lora.addons.report.notebook import NotebookView, curve, eval_table, point
 from dschat_lora.api.stages import Run
 from dschat_lora.report.terminal import current_viewer
+from dschat_lora.report.texts import as_written
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\x00'
@@ -85,6 +86,22 @@ def test_a_run_of_any_text_is_no_markup(tmp_path):
     assert "run &lt;b&gt;" in html
     assert "before" in html
     assert html.count("<polyline") == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("\n\nHuman: Sort 3 1.\nUp.\n\nAssistant:", "Sort 3 1.\nUp."),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Hi"),
+        (" Complete this ", "Complete this"),
+        *[
+            (each, each)
+            for each in ("Human: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", "Human: a")
+        ],
+    ],
+)
+def test_a_prompt_of_one_turn_is_shown_without_its_role_markers(prompt, shown):
+    assert as_written(prompt) == shown
 
 
 def test_a_curve_leaves_out_what_is_not_finite_and_says_its_range():
