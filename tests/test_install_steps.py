@@ -237,7 +237,7 @@ def test_colab_installs_the_wheel_and_keeps_its_torch():
 
 
 def test_the_torch_that_fits_on_colab_is_what_setup_declares():
-    low, below = re.search(r"any from ([\d.]+) on,\s+below ([\d.]+),", INSTALL).groups()
+    low, below = re.search(r"must be ([\d.]+) or later and\s+below ([\d.]+):", INSTALL).groups()
     declared = re.search(r'"(torch\W[^"]+)"', (ROOT / "setup.py").read_text())[1]
     assert Requirement(declared).specifier == SpecifierSet(f">={low},<{below}")
 
