@@ -21,7 +21,7 @@ class Metric:
     """A quantity of train and eval lines."""
 
     title: str
-    unit: str = ""
+    unit: str  # the label of the vertical axis
     train: str | None = None  # its field in train lines
     held_out: str | None = None
     share: bool = False  # shown in percent
@@ -31,28 +31,34 @@ class Metric:
 
 # In this order, where there is data.
 METRICS = (
-    Metric("Loss", "nats per token or pair", "loss", "loss", noise=1e-6),
-    Metric("Held-out perplexity", "", None, "perplexity"),
-    Metric("Pairs ranked rightly", "%", "accuracy", "accuracy", share=True),
+    Metric("Loss", "nats", "loss", "loss", noise=1e-6),
+    Metric("Held-out perplexity", "perplexity", None, "perplexity"),
+    Metric("Accuracy", "% of pairs", "accuracy", "accuracy", share=True),
     Metric("Margin", "chosen minus rejected", "margin", "margin"),
-    Metric("Reward", "mean per response", "reward", "reward"),
-    Metric("Judge's score", "held-out, sampled", None, "judge"),
-    Metric("Judge's score, greedy", "held-out", None, "greedy_judge"),
-    Metric("Reward, greedy", "held-out", None, "greedy_reward"),
+    Metric("Reward", "mean of responses", "reward", "reward"),
+    Metric("Judge, sampled", "score", None, "judge"),
+    Metric("Judge, greedy", "score", None, "greedy_judge"),
+    Metric("Reward, greedy", "mean of responses", None, "greedy_reward"),
     Metric("KL to the reference", "nats per response", "kl", "kl"),
-    Metric("KL coefficient", "", "kl_coef", folded=True),
+    Metric("KL coefficient", "coefficient", "kl_coef", folded=True),
     Metric("Entropy of the policy", "nats per token", "entropy"),
     Metric("Response length", "tokens", "response_length", "response_length"),
-    Metric("Responses that end by themselves", "%", "eos_rate", "eos_rate", share=True),
-    Metric("Responses cut off at the limit", "%", "truncated_fraction", share=True, folded=True),
-    Metric("Variance of returns the critic explains", "1 is all", "explained_variance"),
-    Metric("Value loss", "", "value_loss", folded=True),
-    Metric("Policy loss", "", "policy_loss", noise=1e-6, folded=True),
-    Metric("Ratios clipped", "% of tokens", "clip_fraction", share=True, folded=True),
-    Metric("KL of an update", "nats per token", "approx_kl", noise=1e-7, folded=True),
-    Metric("Gradient norm", "before clipping", "grad_norm", folded=True),
-    Metric("Gradient norm of the critic", "before clipping", "critic_grad_norm", folded=True),
-    Metric("Learning rate", "of the adapter", "lora_learning_rate", folded=True),
+    Metric("Responses that end with EOS", "% of responses", "eos_rate", "eos_rate", share=True),
+    Metric(
+        "Responses cut off at the length limit",
+        "% of responses",
+        "truncated_fraction",
+        share=True,
+        folded=True,
+    ),
+    Metric("Explained variance of the critic", "share", "explained_variance"),
+    Metric("Value loss", "loss", "value_loss", folded=True),
+    Metric("Policy loss", "loss", "policy_loss", noise=1e-6, folded=True),
+    Metric("Clip fraction", "% of tokens", "clip_fraction", share=True, folded=True),
+    Metric("Approximate KL of an update", "nats per token", "approx_kl", noise=1e-7, folded=True),
+    Metric("Gradient norm before clipping", "norm", "grad_norm", folded=True),
+    Metric("Gradient norm of the critic before clipping", "norm", "critic_grad_norm", folded=True),
+    Metric("Learning rate of the adapter", "rate", "lora_learning_rate", folded=True),
 )
 # Fields of lines that are no curves of their own.
 _NO_CURVES = {
@@ -101,6 +107,7 @@ class Chart:
     runs: Sequence[str]  # their names
     marks: Sequence[float]  # steps of warnings
     group: int  # of the stage
+    x_label: str = "optimizer step"
 
     @property
     def words(self) -> str:
@@ -144,6 +151,7 @@ def charts_of(runs: Sequence[RunData], group: int) -> tuple[list[Chart], list[st
     charts, flat = [], []
     warnings = (e for run in runs for e in run.events if e.get("event") == "warning")
     marks = sorted({s for e in warnings if not math.isnan(s := number(e.get("step")))})
+    x_label = steps_label([line for run in runs for line in run.train])
     of_policy = any("policy_loss" in line for run in runs for line in run.train[:1])
     for metric in (*METRICS, *_further_metrics(runs)):
         if metric.train == "loss" and of_policy:
@@ -153,7 +161,8 @@ def charts_of(runs: Sequence[RunData], group: int) -> tuple[list[Chart], list[st
         if words := _flat_words(metric, curves):
             flat.append(words)
         else:
-            charts.append(Chart(metric, curves, [run.label for run in runs], marks[:200], group))
+            labels = [run.label for run in runs]
+            charts.append(Chart(metric, curves, labels, marks[:200], group, x_label))
     return sorted(charts, key=lambda chart: chart.metric.folded), flat
 
 
@@ -183,6 +192,17 @@ def _curves(runs: Sequence[RunData], metric: Metric) -> Iterator[Curve]:
                 yield curve
 
 
+def steps_label(train: Sequence[Mapping[str, Any]]) -> str:
+    """What the number of a step counts, and in step 3 how many an iteration makes."""
+    ratios = {
+        number(line.get("step")) / count
+        for line in train
+        if (count := number(line.get("iteration"))) > 0
+    }
+    (ratio,) = ratios if len(ratios) == 1 else (math.nan,)
+    return "optimizer step" + ("" if math.isnan(ratio) else f" ({short(ratio)} per iteration)")
+
+
 def standard_error(line: Mapping[str, Any], name: str) -> float:
     """The standard error of a field of a line; NaN where it is not known.
 
@@ -200,7 +220,7 @@ def _further_metrics(runs: Sequence[RunData]) -> list[Metric]:
     known = {metric.held_out for metric in METRICS} | _NO_CURVES
     names = dict.fromkeys(name for run in runs for line in run.evals for name in line)
     return [
-        Metric("Held-out " + name.replace("_", " "), held_out=name, folded=True)
+        Metric("Held-out " + name.replace("_", " "), "value", held_out=name, folded=True)
         for name in names
         if name not in known and not name.endswith("_standard_error")
     ]
@@ -211,9 +231,9 @@ def _flat_words(metric: Metric, curves: Sequence[Curve]) -> str | None:
 
     A line between two values says no more than the two.
     """
-    unit = f" {metric.unit}" if metric.unit else ""
+    unit = " %" if metric.share else ""
     if all(abs(value) <= metric.noise for curve in curves for _, value in curve.finite):
-        return f"{metric.title}: 0 but for rounding"
+        return f"{metric.title}: 0 up to rounding errors"
     if any(len(curve.finite) > 2 and not curve.is_flat for curve in curves):
         return None
     if len({short(value) for curve in curves for _, value in curve.finite}) == 1:
@@ -243,6 +263,7 @@ def chart_data(charts: Sequence[Chart]) -> list[dict[str, Any]]:
         {
             "group": chart.group,
             "percent": chart.metric.share,
+            "labels": [chart.x_label, chart.metric.unit],
             "marks": list(chart.marks),
             "curves": [
                 {"name": c.name, "run": c.run, "held": c.held_out, **points(c)}

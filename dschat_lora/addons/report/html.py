@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.report import sections, verdict
 from dschat_lora.addons.report.curves import Chart, chart_data, charts_of
-from dschat_lora.addons.report.markup import number, without_controls
+from dschat_lora.addons.report.markup import without_controls
 from dschat_lora.addons.report.rollouts import summary_text
 from dschat_lora.addons.report.run_data import RunData, read_run
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.terminal import note
-from dschat_lora.report.texts import duration, visible
+from dschat_lora.report.texts import counted, duration, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -92,8 +92,8 @@ def render_report(title: str, runs: Sequence[RunData], tables: Mapping[str, Tabl
     for run in runs:
         by_stage.setdefault(run.name, []).append(run)
     answers = sections.answers(runs)
-    links = {"summary": "Verdict"} | {f"stage-{i}": name for i, name in enumerate(by_stage)}
-    links |= {"answers": "Answers"} if answers else {}
+    links = {"summary": "Results"} | ({"answers": "Answers"} if answers else {})
+    links |= {f"stage-{i}": verdict.title_of(name) for i, name in enumerate(by_stage)}
     stages, charts = [], list[Chart]()
     for index, (name, own) in enumerate(by_stage.items()):
         drawn, flat = charts_of(own, index)
@@ -104,7 +104,7 @@ def render_report(title: str, runs: Sequence[RunData], tables: Mapping[str, Tabl
     return render(
         "report.html",
         title,
-        links=links | {"time": "Cost"},
+        links=links | {"time": "Time and memory"},
         data={
             "charts": chart_data(charts),
             "rollouts": [sections.rollout_data(own) for own in by_stage.values()],
@@ -171,7 +171,7 @@ def environment() -> "Environment":
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (duration, number, summary_text, visible):
+    for function in (counted, duration, summary_text, visible):
         environment.globals[function.__name__] = function
     environment.globals |= {"sections": sections, "verdict": verdict}
     return environment

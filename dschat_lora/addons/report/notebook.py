@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,13 @@ from dschat_lora.addons.report.curves import thin
 from dschat_lora.addons.report.html import environment
 from dschat_lora.addons.report.markup import number
 from dschat_lora.addons.report.run_data import read_run
-from dschat_lora.addons.report.verdict import changes_of, doubts, title_of, what_was_trained
+from dschat_lora.addons.report.verdict import (
+    CHANGE_HEADER,
+    changes_of,
+    doubts,
+    title_of,
+    what_was_trained,
+)
 from dschat_lora.report.terminal import shown_by
 from dschat_lora.report.texts import as_written, duration, short
 
@@ -25,12 +32,15 @@ if TYPE_CHECKING:
 # A curve shows the first of these that a line has.
 TRAIN_METRICS = ("reward", "accuracy", "loss")
 _EVAL_METRICS = ("perplexity", "accuracy", "reward", "greedy_reward", "judge", "kl", "loss")
-_WIDTH, _HEIGHT, _MARGIN = 480, 110, 4  # of the picture in notebook.html
+_LABELS = {"loss": "loss (nats)"}  # of axes, other than the name of the metric
+# Of the picture in notebook.html: where the axes cross, and where they end.
+_LEFT, _BOTTOM, _RIGHT, _TOP = 56, 132, 472, 24
 _MOST_POINTS, _MOST_SAMPLES = 300, 3
 
 Points = list[tuple[str, float, float]]  # name of the quantity, step, value
 Texts = Sequence[str]
 Table = Sequence[Texts]
+Ticks = list[tuple[float, str]]  # position in the picture, number
 _SECONDS = 0.5  # between two pictures
 _MOST_LINES = 200  # that a run prints beside its metrics, and that are kept
 _SHOWN = ("epoch", *TRAIN_METRICS, "kl", "response_length", "lora_learning_rate")
@@ -188,23 +198,49 @@ def point(line: Mapping[str, Any]) -> Points:
     return []
 
 
-def curve(points: Points) -> tuple[str, str] | None:
-    """A curve's range in words, and its points in the picture; None with fewer than two points."""
+@dataclass(frozen=True)
+class Picture:
+    """A curve with numbers on its axes, in the coordinates of notebook.html."""
+
+    label: str  # of the vertical axis
+    words: str  # for those who do not see it
+    path: str
+    x_ticks: Ticks
+    y_ticks: Ticks
+
+
+def curve(points: Points) -> Picture | None:
+    """The curve through these points; None with fewer than two of them."""
     if len(points) < 2:
         return None
-    name, values = points[0][0], [value for _, _, value in points]
-    left, right, low, high = points[0][1], points[-1][1], min(values), max(values)
-    width, span = (right - left) or 1.0, (high - low) or 1.0
-    path = " ".join(
-        f"{_MARGIN + (points[n][1] - left) / width * (_WIDTH - 2 * _MARGIN):.1f},"
-        f"{_HEIGHT - _MARGIN - (values[n] - low) / span * (_HEIGHT - 2 * _MARGIN):.1f}"
-        for n in thin(values, _MOST_POINTS)
+    name, steps, values = points[0][0], [p[1] for p in points], [p[2] for p in points]
+
+    def place_x(step: float) -> float:
+        return _LEFT + (step - steps[0]) / ((steps[-1] - steps[0]) or 1.0) * (_RIGHT - _LEFT)
+
+    def place_y(value: float) -> float:
+        low, high = min(values), max(values)
+        return _BOTTOM - (value - low) / ((high - low) or 1.0) * (_BOTTOM - _TOP)
+
+    return Picture(
+        label=_LABELS.get(name, name),
+        words=f"{name}: {short(values[0])} at step {short(steps[0])}, {short(values[-1])} at step "
+        f"{short(steps[-1])}, between {short(min(values))} and {short(max(values))}",
+        path=" ".join(
+            f"{place_x(steps[n]):.1f},{place_y(values[n]):.1f}" for n in thin(values, _MOST_POINTS)
+        ),
+        x_ticks=[(place_x(x), short(x)) for x in ticks(steps[0], steps[-1], 6) if x == round(x)],
+        y_ticks=[(place_y(y), short(y)) for y in ticks(min(values), max(values), 4)],
     )
-    words = (
-        f"{name} of steps {short(left)} to {short(right)}: begins at {short(values[0])}, ends at "
-        f"{short(values[-1])}; least {short(low)}, greatest {short(high)}"
-    )
-    return words, path
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most ``most`` + 1 round numbers from ``low`` to ``high``, at equal distances."""
+    if high - low <= 1e-12 * max(1e-30, abs(low), abs(high)):
+        return [low]
+    size = 10 ** math.floor(math.log10((high - low) / most))
+    step = next(size * n for n in (1, 2, 5, 10) if (high - low) / (size * n) <= most)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def run_html(home: Path, *, status: str, path: Path) -> str:
@@ -218,14 +254,14 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
         [prompt, each.get("before", ""), each.get("after", "")]
         for prompt, each in [*answers.items()][:_MOST_SAMPLES]
     ]
-    changes = [change.words for change in changes_of(run)]
+    changes = [change.row for change in changes_of(run)]
     return render(
         title=title_of(run.name),
         status=status,
         path=path,
         words=what_was_trained(run) if run.facts else "",
-        items=[*changes, *(f"Look at this: {words}" for words, _ in doubts(run))],
+        items=[f"Warning: {words}" for words, _ in doubts(run)],
         curve=curve([p for line in run.train for p in point(line)]),
-        evaluations=eval_table(run.evals),
+        evaluations=(CHANGE_HEADER, changes) if changes else eval_table(run.evals),
         answers=rows,
     )

@@ -9,6 +9,7 @@ from typing import Any
 from dschat_lora.config.files import parse_json, read_bytes
 from dschat_lora.report.rollout_file import FILE, members
 from dschat_lora.report.terminal import log_once
+from dschat_lora.report.texts import as_written, counted, visible
 
 Rollout = Mapping[str, Any]
 MOST_UNPACKED = 2**30  # bytes of all responses, which are in memory at once
@@ -91,8 +92,15 @@ def show_rollouts(directory: Path, query: RolloutQuery, *, json: bool) -> None:
             media = [each.get("path") or each.get("digest", "") for each in row.get("media", ())]
             lines += [f"    with {', '.join(media)}"] * bool(media)
             for each in (*row.get("earlier_sequences", ()), row):
-                lines += [f"    {each['prompt']!r}", f"    -> {each['response']!r}"]
+                lines += _indented(as_written(each["prompt"]), "    ")
+                lines += _indented(each["response"].strip(), "    -> ")
     log_once("\n".join(lines))
+
+
+def _indented(text: str, start: str) -> list[str]:
+    """The lines of a text after ``start``, control characters written out."""
+    first, *others = map(visible, text.splitlines() or [""])
+    return [start + first, *(" " * len(start) + line for line in others)]
 
 
 def select_rollouts(rows: Sequence[Rollout], query: RolloutQuery) -> dict[str, list[Rollout]]:
@@ -176,9 +184,10 @@ def summary_text(rows: Sequence[Rollout]) -> str:
     """Number of responses, prompts and iterations, and how the reward changed, in a sentence."""
     summary = _summary(rows)
     return (
-        f"{summary['responses']:,} responses to {summary['prompts']:,} prompts in "
-        f"{summary['iterations']:,} iterations; mean reward {_number(summary['first_reward'])} in "
-        f"the first, {_number(summary['last_reward'])} in the last"
+        f"{counted(summary['responses'], 'response')} to {counted(summary['prompts'], 'prompt')} "
+        f"in {counted(summary['iterations'], 'iteration')}; mean reward "
+        f"{_number(summary['first_reward'])} in the first, {_number(summary['last_reward'])} in "
+        "the last"
     )
 
 
@@ -188,8 +197,9 @@ def rollout_text(row: Rollout) -> str:
     more = f" ({', '.join(parts)})" if len(parts) > 1 else ""
     ended = "" if row.get("ended") else f", {row.get('failure') or 'cut off'}"
     return (
-        f"iteration {row['iteration']}  reward {_number(row['reward'])}{more}  advantage "
-        f"{_number(row['advantage'])}  kl {_number(row['kl'])}  {row['length']} tokens{ended}"
+        f"iteration {row['iteration']}, reward {_number(row['reward'])}{more}, advantage "
+        f"{_number(row['advantage'])}, KL {_number(row['kl'])}, "
+        f"{_number(row['length'])} tokens{ended}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run left, or has written so far: run.json, metrics.jsonl, responses, checkpoints."""
+"""What a run left, or has written so far: run.json, metrics.jsonl, responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,6 @@ class RunData:
     rollouts: Sequence[Mapping[str, Any]] = ()  # responses of step 3
     notes: Sequence[str] = ()  # on files and lines that cannot be read
     label: str = ""  # what tells it from other runs of its stage
-    checkpoints: Sequence[tuple[str, int]] = ()  # directories on the disk, and their bytes
 
     def part(self, name: str) -> Mapping[str, Any]:
         """The object under ``name`` in run.json; empty if there is none."""
@@ -188,7 +187,6 @@ def read_run(directory: Path, *, metrics: str | None = None) -> RunData:
         rollouts,
         tuple(notes),
         label=directory.resolve().name,
-        checkpoints=_checkpoints(directory / "checkpoints"),
     )
 
 
@@ -209,17 +207,6 @@ def _object(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return content if isinstance(content, dict) else None
-
-
-def _checkpoints(directory: Path) -> list[tuple[str, int]]:
-    """Name and bytes of each directory of a checkpoint."""
-    sizes = []
-    for path in sorted(directory.glob("step-*")) if directory.is_dir() else []:
-        try:
-            sizes.append((path.name, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())))
-        except OSError:
-            continue  # a run that goes on has just deleted it
-    return sizes
 
 
 def read_metrics(directory: Path, kind: str) -> list[dict[str, Any]]:

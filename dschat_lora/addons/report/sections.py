@@ -1,6 +1,7 @@
 """The rows and texts of a report's sections: results, settings, data, cost, responses."""
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,7 +15,9 @@ from dschat_lora.config.data import mixture_shares, split_weight
 from dschat_lora.report.texts import as_written, duration, operations, short
 
 LEAST_LOSSES = (0.1, 0.7, 2.0, 4.0)  # nats, from which a token has a darker shade
-MOST_SAMPLES = 20
+MOST_SAMPLES = 20  # answers to held-out prompts, of which these stand first
+FIRST_SAMPLES = 3
+LONG_LINES, LONG_CHARACTERS = 4, 300  # of a text from which it is folded
 SHOWN_ROLLOUTS = 5  # of each selection
 MOST_BYTES = 400_000  # of responses that a page can search, all runs of a stage together
 MOST_CHARACTERS = 4000  # of a text, of all runs together
@@ -228,13 +231,18 @@ def phase_rows(runs: Sequence[RunData]) -> Rows:
     return rows
 
 
-def throughput_rows(runs: Sequence[RunData]) -> Rows:
-    """The means of :data:`THROUGHPUT` of each run that has them."""
-    return [
-        [title_of(run), *(short(number(mean.get(name))) for name in THROUGHPUT)]
-        for run in runs
-        if (mean := run.part("throughput"))
+def throughput_table(runs: Sequence[RunData]) -> tuple[list[str], Rows]:
+    """Header and rows of the means of :data:`THROUGHPUT`; MFU is known of GPUs alone."""
+    means = {title_of(run): mean for run in runs if (mean := run.part("throughput"))}
+    known = [
+        name
+        for name in THROUGHPUT
+        if not all(math.isnan(number(mean.get(name))) for mean in means.values())
     ]
+    rows = [
+        [title, *(short(number(mean.get(name))) for name in known)] for title, mean in means.items()
+    ]
+    return ["after warm-up", *(THROUGHPUT[name] for name in known)], rows
 
 
 def memory_table(runs: Sequence[RunData]) -> tuple[list[str], Rows]:
@@ -251,26 +259,6 @@ def memory_table(runs: Sequence[RunData]) -> tuple[list[str], Rows]:
         rows.append([title_of(run), *texts, *([ratio] if known else [])])
     header = ["GiB a process", *(_MEMORY[key] for key in known), "measured peak"]
     return header + (["estimated / measured"] if known else []), rows
-
-
-def checkpoints(runs: Sequence[RunData]) -> list[tuple[str, str]]:
-    """Of each run how many checkpoints were saved, and which are on the disk."""
-    rows = []
-    for run in runs:
-        saved = run.part("checkpoints")
-        if not saved and not run.checkpoints:
-            continue
-        words = [f"{value:,.0f} saved" for value in [amount(saved.get("saved"))] if value]
-        seconds = amount(saved.get("seconds_in_training"))
-        words += [f"training waited {duration(seconds)} for them"] if seconds else []
-        limit = run.config.get("save_total_limit")
-        names = ", ".join(f"{name} ({size / 2**20:,.1f} MiB)" for name, size in run.checkpoints)
-        words.append(f"on the disk: {names or 'none'}")
-        words += [f"at most {limit} are kept"] if isinstance(limit, int) and limit else []
-        resumed = run.facts.get("resumed")
-        words += [f"resumed {len(resumed)} times"] if isinstance(resumed, list) else []
-        rows.append((title_of(run), "; ".join(words)))
-    return rows
 
 
 def answers(runs: Sequence[RunData]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -331,6 +319,13 @@ def cut(text: str, most: int) -> str:
     """A text without the space around it, and what it lacks if it is longer than ``most``."""
     text = text.strip()
     return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more)"
+
+
+def preview(text: str) -> str:
+    """The first line of a text that is folded; empty where it is short enough to be shown."""
+    if len(text) <= LONG_CHARACTERS and text.count("\n") < LONG_LINES:
+        return ""
+    return f"{text.strip().partition(chr(10))[0][:LONG_CHARACTERS]} ..."
 
 
 def rollout_data(runs: Sequence[RunData]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dschat_lora.addons.report.curves import standard_error
 from dschat_lora.addons.report.markup import amount, number, value_text
 from dschat_lora.addons.report.run_data import RunData
 from dschat_lora.config.addons import installed
-from dschat_lora.report.texts import duration, operations, short
+from dschat_lora.report.texts import counted, duration, operations, short
 
 TITLES = {
     "sft": "Supervised fine-tuning",
@@ -19,17 +19,20 @@ TITLES = {
     "dpo": "Preference optimization",
     "rlhf": "Reinforcement learning",
 }
-# Field of evaluations, what a person calls it, the direction that is better, and whether a share.
+# Field of evaluations, its name, the direction that is better (0: neither), and whether a share.
 _RESULTS = (
-    ("perplexity", "Held-out perplexity", -1, False),
-    ("accuracy", "The share of held-out pairs ranked rightly", 1, True),
-    ("reward", "Held-out reward of sampled responses", 1, False),
-    ("greedy_reward", "Held-out reward of greedy responses", 1, False),
-    ("judge", "The judge's score of sampled responses", 1, False),
-    ("greedy_judge", "The judge's score of greedy responses", 1, False),
+    ("perplexity", "Perplexity", -1, False),
+    ("accuracy", "Accuracy", 1, True),
+    ("reward", "Reward, sampled", 1, False),
+    ("greedy_reward", "Reward, greedy", 1, False),
+    ("judge", "Judge, sampled", 1, False),
+    ("greedy_judge", "Judge, greedy", 1, False),
+    ("kl", "KL to the reference", 0, False),
+    ("response_length", "Response length", 0, False),
 )
 CLEAR_ERRORS, CLEAR_SHARE = 2.0, 0.005
 MOST_REMARKS = 50
+CHANGE_HEADER = ["held out", "before", "after", "change"]
 WORDS = {
     "learned": "Learned",
     "unclear": "No clear change",
@@ -45,8 +48,16 @@ WORDS = {
 class Change:
     """A held-out quantity before and after."""
 
-    words: str
-    outcome: str  # learned, unclear or worse
+    name: str
+    before: str
+    after: str
+    words: str  # the difference and its standard error
+    outcome: str  # learned, unclear or worse; empty where neither direction is better
+
+    @property
+    def row(self) -> list[str]:
+        """The columns of :data:`CHANGE_HEADER`."""
+        return [self.name, self.before, self.after, self.words]
 
 
 def title_of(stage: str) -> str:
@@ -68,46 +79,54 @@ def outcome_of(run: RunData) -> str:
 
 
 def what_was_trained(run: RunData) -> str:
-    """Model, method, data and steps in a sentence or two."""
+    """Algorithm, model, data and steps in a line."""
     config, audit = run.config, run.audit
     base = next((v for k, v in config.items() if k.endswith("model_name_or_path")), None)
     rank = number(next((v for k, v in config.items() if k.endswith("lora_dim")), None))
-    how = f"LoRA of rank {rank:.0f}" if rank > 0 else "All weights" if rank == 0 else "Weights"
-    trained, total = (number(run.part("parameters").get(k)) for k in ("trainable", "total"))
-    share = f" ({trained:,.0f} of {total:,.0f} parameters)" if total > 0 and trained >= 0 else ""
+    how = (
+        f"LoRA of rank {rank:.0f} on"
+        if rank > 0
+        else "all weights of"
+        if rank == 0
+        else "training of"
+    )
     name = config.get("algorithm")
-    algorithm = f", by {name if ':' in name else name.upper()}" if isinstance(name, str) else ""
-    words = f"{how} on {value_text(base or 'the bundled tiny model')}{share}{algorithm}"
+    if isinstance(name, str):
+        how = f"{name if ':' in name else name.upper()}, {how}"
+    parts = [f"{how[:1].upper()}{how[1:]} {value_text(base or 'the bundled tiny model')}"]
+    trained, total = (number(run.part("parameters").get(k)) for k in ("trainable", "total"))
+    if total > 0 and trained >= 0:
+        parts[0] += f" ({trained:,.0f} of {total:,.0f} parameters)"
     if samples := amount(audit.get("train_samples")):
-        words += f"; {samples:,.0f} {audit.get('kind', 'samples')} to train on"
-    epochs = run.greatest("epoch")
-    passes = f", {short(epochs)} epochs" if epochs else ""
-    return f"{words}; {run.steps:,.0f} optimizer steps{passes}."
+        parts.append(f"{samples:,.0f} {audit.get('kind', 'samples')}")
+    if iterations := run.greatest("iteration"):
+        parts.append(counted(round(iterations), "iteration"))
+    parts.append(counted(round(run.steps), "optimizer step"))
+    if epochs := run.greatest("epoch"):
+        parts.append(f"{epochs:.3g} epochs")
+    return ", ".join(parts)
 
 
 def changes_of(run: RunData) -> list[Change]:
     """What the first and the last evaluation say of each result."""
     changes = []
-    for name, words, better, share in _RESULTS:
+    for name, title, better, share in _RESULTS:
         lines = [line for line in run.evals if not math.isnan(number(line.get(name)))]
         if len(lines) < 2:
             continue
-        before, after = number(lines[0].get(name)), number(lines[-1].get(name))
-        errors = [standard_error(line, name) for line in (lines[0], lines[-1])]
-        paired = number(lines[-1].get(f"{name}_change_standard_error"))
+        scale, unit = (100.0, "%") if share else (1.0, "")
+        before, after = (scale * number(lines[n].get(name)) for n in (0, -1))
+        errors = [scale * standard_error(lines[n], name) for n in (0, -1)]
+        paired = scale * number(lines[-1].get(f"{name}_change_standard_error"))
         error = math.hypot(*errors) if math.isnan(paired) else paired
         limit = CLEAR_SHARE * abs(before) if math.isnan(error) else CLEAR_ERRORS * error
         gain = after - before
         clear = abs(gain) > limit
         outcome = "unclear" if not clear else "learned" if gain * better > 0 else "worse"
-        verb = ("rose" if gain > 0 else "fell") if clear else "hardly changed:"
-        scale, unit = (100.0, " %") if share else (1.0, "")
-        first, last = (
-            _with_error(scale * value, scale * each) + unit
-            for value, each in zip((before, after), errors, strict=True)
-        )
-        how = "" if math.isnan(error) or not error else f", {abs(gain) / error:.1f} standard errors"
-        changes.append(Change(f"{words} {verb} from {first} to {last}{how}.", outcome))
+        words = f"{'+' * (gain > 0)}{_with_error(gain, error)}{unit}"
+        words += "" if clear or not better else " (unclear)"
+        first, last = (short(value) + unit for value in (before, after))
+        changes.append(Change(title, first, last, words, outcome if better else ""))
     return changes
 
 
@@ -116,26 +135,28 @@ def _with_error(value: float, error: float) -> str:
     if math.isnan(error) or error <= 0:
         return short(value)
     decimals = max(0, 1 - math.floor(math.log10(error)))
-    return f"{value:,.{decimals}f} \u00b1 {error:.{decimals}f}"
+    return f"{value:,.{decimals}f}\u00a0\u00b1\u00a0{error:.{decimals}f}"
 
 
 def cost(run: RunData) -> str:
-    """Time, operations, throughput and memory in a sentence."""
-    flops = sum(each for _, each in run.phases.values())
-    parts = [f"It took {duration(run.seconds)}"]
-    parts += [f"{operations(flops)} of model arithmetic"] if flops else []
+    """Time, operations, throughput and memory in a line."""
+    parts = [duration(run.seconds)]
     if rate := amount(run.part("throughput").get("tokens_per_second")):
-        parts.append(f"{rate:,.0f} tokens a second")
+        parts.append(f"{rate:,.0f} tokens/s")
+    if flops := sum(each for _, each in run.phases.values()):
+        parts.append(operations(flops))
     if peak := run.peak_memory:
-        parts.append(f"at most {peak / 2**30:.2f} GiB a device")
-    return ", ".join(parts) + "."
+        parts.append(f"peak memory {peak / 2**30:.2f} GiB per device")
+    if isinstance(resumed := run.facts.get("resumed"), list) and resumed:
+        parts.append(f"resumed {counted(len(resumed), 'time')}")
+    return ", ".join(parts)
 
 
 def doubts(run: RunData) -> list[tuple[str, str]]:
     """What looks wrong and what to do, with where it was seen; of each text once."""
     steps_of: dict[str, list[str]] = {note: [] for note in run.notes}
     if run.status not in ("finished", "running", "unknown"):
-        steps_of[f"The run ended so: {run.status}"] = []
+        steps_of[f"The run ended early: {run.status}"] = []
     for line in run.events:
         text = ": ".join(value_text(line[name]) for name in ("event", "message") if name in line)
         text = text.removeprefix("warning: ")
@@ -163,8 +184,8 @@ def _of_training(run: RunData) -> list[str]:
         )
     if skipped := sum(line.get("skipped") is True for line in run.train):
         doubts.append(
-            f"{skipped:,} steps changed no weight because the gradient was not finite: lower the "
-            "learning rate, or use --dtype bf16"
+            f"{counted(skipped, 'step')} changed no weight because the gradient was not finite: "
+            "lower the learning rate, or use --dtype bf16"
         )
     cut = [number(line.get("truncated_fraction")) for line in run.train[-5:]]
     if cut and (share := sum(cut) / len(cut)) > 0.3:
@@ -186,7 +207,7 @@ def _of_data(run: RunData) -> list[str]:
             f"{short(number(audit.get('max_seq_len')))} tokens: raise the limit, or shorten them"
         )
     if bad := amount(audit.get("bad_rows")):
-        doubts.append(f"{bad:,.0f} rows could not be used: see Data")
+        doubts.append(f"{counted(round(bad), 'row')} could not be used: see Data")
     if rows and not amount(audit.get("eval_samples")):
         doubts.append("no row is held out, so nothing tells learning from memorizing")
     return doubts

@@ -38,7 +38,7 @@ def test_the_page_is_written_now_and_then_and_says_that_the_run_goes_on(going, t
     write(log, 2)
     page = (tmp_path / FILE).read_text()
     assert "Loss: 1 \u2192 0.5" in page
-    assert "this page loads itself again" in page
+    assert "this page reloads" in page
     # Reading the log does not unlock the run.
     attempt = (
         "from pathlib import Path; from dschat_lora.report.directory import check_idle; "
@@ -54,7 +54,7 @@ def test_the_page_is_written_now_and_then_and_says_that_the_run_goes_on(going, t
     assert (tmp_path / FILE).read_text() != page
     record.update({"status": "finished"})
     report.end()
-    assert "this page loads itself again" not in (tmp_path / FILE).read_text()
+    assert "this page reloads" not in (tmp_path / FILE).read_text()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
 

@@ -73,8 +73,8 @@ def test_responses_are_found_by_text(looked, argv, selection, responses):
 def test_best_and_worst_are_shown_where_nothing_is_asked_for(looked):
     said = looked()
     assert said.startswith("9 responses to 3 prompts in 3 iterations; mean reward 2.5 in the first")
-    assert "best:\n  iteration 1  reward 5  advantage 0.5  kl 0.25  3 tokens\n" in said
-    assert "worst:\n  iteration 1  reward 0 " in said
+    assert "best:\n  iteration 1, reward 5, advantage 0.5, KL 0.25, 3 tokens\n" in said
+    assert "worst:\n  iteration 1, reward 0, " in said
     assert "Tom" not in said
 
 
@@ -86,8 +86,8 @@ def test_episodes_of_agents_are_shown_with_all_sequences_and_why_they_failed(loo
     lost = row(2, "lost", "", None, ended=False, failure="timed out after 3 seconds")
     log.append(as_member([lost]))
     said = looked("--best", 1, "--failed", 2, home=tmp_path / "agents")
-    assert "    'helper?'\n    -> 'it helps'\n    'asked'\n    -> 'done'\nfailed:\n" in said
-    assert "iteration 2  reward -  advantage 0.5  kl 0.25  3 tokens, timed out after" in said
+    assert "    helper?\n    -> it helps\n    asked\n    -> done\nfailed:\n" in said
+    assert "iteration 2, reward -, advantage 0.5, KL 0.25, 3 tokens, timed out after" in said
     log.append(as_member([row(3, earlier_sequences=["text"])]))
     with pytest.raises(ValueError, match="holds no responses of a run"):
         read_rollouts(tmp_path / "agents")

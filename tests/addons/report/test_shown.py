@@ -104,11 +104,13 @@ def test_a_prompt_of_one_turn_is_shown_without_its_role_markers(prompt, shown):
     assert as_written(prompt) == shown
 
 
-def test_a_curve_leaves_out_what_is_not_finite_and_says_its_range():
+def test_a_curve_leaves_out_what_is_not_finite_and_has_numbers_on_its_axes():
     lines = [{"step": n, "loss": value} for n, value in enumerate([3.0, "inf", 1.0, 2.0])]
-    words, path = curve([p for line in lines for p in point(line)])
-    assert words.endswith("begins at 3, ends at 2; least 1, greatest 3")
-    assert path.split() == ["4.0,4.0", "318.7,106.0", "476.0,55.0"]
+    picture = curve([p for line in lines for p in point(line)])
+    assert picture.words == "loss: 3 at step 0, 2 at step 3, between 1 and 3"
+    assert picture.path.split() == ["56.0,24.0", "333.3,132.0", "472.0,78.0"]
+    assert [number for _, number in picture.x_ticks] == ["0", "1", "2", "3"]
+    assert picture.y_ticks == [(132, "1"), (105, "1.5"), (78, "2"), (51, "2.5"), (24, "3")]
     assert curve([p for line in lines[:2] for p in point(line)]) is None
 
 

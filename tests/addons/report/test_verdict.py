@@ -22,9 +22,9 @@ def rewards(before, after, error, **more):
 @pytest.mark.parametrize(
     ("after", "outcome", "words"),
     [
-        (2.1, "learned", "rose from 1.00 \u00b1 0.30 to 2.10 \u00b1 0.40, 2.2 standard errors"),
-        (1.9, "unclear", "hardly changed: from 1.00 \u00b1 0.30 to 1.90 \u00b1 0.40, 1.8 standard"),
-        (-0.1, "worse", "fell from 1.00 \u00b1 0.30 to -0.10 \u00b1 0.40, 2.2 standard errors"),
+        (2.1, "learned", ["1", "2.1", "+1.10\u00a0\u00b1\u00a00.50"]),
+        (1.9, "unclear", ["1", "1.9", "+0.90\u00a0\u00b1\u00a00.50 (unclear)"]),
+        (-0.1, "worse", ["1", "-0.1", "-1.10\u00a0\u00b1\u00a00.50"]),
     ],
 )
 def test_a_change_counts_beyond_twice_its_standard_error(after, outcome, words):
@@ -32,7 +32,7 @@ def test_a_change_counts_beyond_twice_its_standard_error(after, outcome, words):
     run.evals[1]["reward_standard_error"] = 0.4
     (change,) = changes_of(run)
     assert change.outcome == outcome == outcome_of(run)
-    assert words in change.words
+    assert change.row == ["Reward, sampled", *words]
 
 
 def test_the_same_prompts_before_and_after_are_compared_as_pairs():
@@ -41,13 +41,24 @@ def test_the_same_prompts_before_and_after_are_compared_as_pairs():
     run.evals[1]["reward_change_standard_error"] = 0.24
     (change,) = changes_of(run)
     assert change.outcome == "learned"
-    assert "rose from 1.00 \u00b1 0.30 to 1.80 \u00b1 0.30, 3.3 standard errors" in change.words
+    assert change.words == "+0.80\u00a0\u00b1\u00a00.24"
 
 
 def test_accuracy_has_the_binomial_standard_error_in_percent():
     evals = [{"step": s, "accuracy": a, "samples": 100} for s, a in ((0, 0.5), (5, 0.9))]
     (change,) = changes_of(RunData("reward", evals=evals))
-    assert "rose from 50.0 \u00b1 5.0 % to 90.0 \u00b1 3.0 %" in change.words
+    # sqrt(5.0^2 + 3.0^2)
+    assert change.row == ["Accuracy", "50%", "90%", "+40.0\u00a0\u00b1\u00a05.8%"]
+
+
+def test_divergence_and_length_are_told_and_are_no_verdict():
+    evals = [{"step": s, "kl": 0.5 * s, "response_length": 9.0 - s} for s in (0, 2)]
+    run = RunData("rlhf", {"status": "finished"}, evals=evals)
+    assert [change.row for change in changes_of(run)] == [
+        ["KL to the reference", "0", "1", "+1"],
+        ["Response length", "9", "7", "-2"],
+    ]
+    assert outcome_of(run) == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,7 @@ def test_a_finished_run_is_judged_by_its_first_and_its_last_evaluation(status, p
         ),
         (
             RunData("sft", {"status": "failed: OSError: full"}),
-            "The run ended so: failed: OSError: full",
+            "The run ended early: failed: OSError: full",
         ),
     ],
 )
@@ -113,10 +124,12 @@ def test_cost_and_subject_are_told_in_numbers():
     audit = {"train_samples": 4000, "kind": "prompts", "eval_samples": 1}
     facts = {"config": config, "data": {"audit": audit}}
     facts["phases"] = {"training": {"seconds": 60, "flops": 3e12}}
-    train = [{"step": 20, "time": 90.0, "epoch": 0.5, "peak_memory_bytes": 3 * 2**29}]
+    train = [
+        {"step": 20, "iteration": 5, "time": 90.0, "epoch": 0.5, "peak_memory_bytes": 3 * 2**29}
+    ]
     run = RunData("rlhf", facts, train=train)
     assert what_was_trained(run) == (
-        "LoRA of rank 4 on out/sft, by GRPO; 4,000 prompts to train on; 20 optimizer steps, "
-        "0.5 epochs."
+        "GRPO, LoRA of rank 4 on out/sft, 4,000 prompts, 5 iterations, 20 optimizer steps, "
+        "0.5 epochs"
     )
-    assert cost(run) == ("It took 1.5 min, 3 TFLOP of model arithmetic, at most 1.50 GiB a device.")
+    assert cost(run) == "1.5 min, 3 TFLOP, peak memory 1.50 GiB per device"

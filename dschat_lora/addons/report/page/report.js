@@ -27,6 +27,7 @@
 
   // Charts
 
+  const HEIGHT = 220;
   // Exponential moving average without the bias of its start; gaps stay gaps.
   const smooth = (values, weight) => {
     let mean = 0, total = 0;
@@ -121,17 +122,18 @@
     const { table, series, bands } = columns(chart, weight, hidden, runs);
     const values = place.parentElement.querySelector(".values");
     const axis = { stroke: color("--muted"), grid: { stroke: color("--grid"), width: 1 },
-      ticks: { stroke: color("--grid"), width: 1, size: 4 }, font: "12px system-ui, sans-serif" };
+      ticks: { stroke: color("--grid"), width: 1, size: 4 }, font: "12px system-ui, sans-serif",
+      labelFont: "12px system-ui, sans-serif", labelSize: 18 };
     plots.get(place)?.destroy();
     plots.set(place, new uPlot({
-      width: place.clientWidth, height: 200, series, bands, legend: { show: false },
+      width: place.clientWidth, height: HEIGHT, series, bands, legend: { show: false },
       scales: { x: { time: false }, y: chart.percent ? { range: (u, low, high) => {
         const pad = Math.max((high - low) * 0.05, 0.5);
         return [Math.max(0, low - pad), Math.min(Math.max(100, high), high + pad)];
       } } : {} },
       axes: [
-        { ...axis, size: 28, values: (u, ticks) => ticks.map((t) => Number.isInteger(t) ? short(t) : "") },
-        { ...axis, size: (u, ticks) => 14 + 7.2 * Math.max(2, ...(ticks || []).map((t) => t.length)),
+        { ...axis, size: 28, label: chart.labels[0], values: (u, ticks) => ticks.map((t) => Number.isInteger(t) ? short(t) : "") },
+        { ...axis, label: chart.labels[1], size: (u, ticks) => 14 + 7.2 * Math.max(2, ...(ticks || []).map((t) => t.length)),
           values: (u, ticks) => ticks.map((t) => t === null ? "" : short(t)) },
       ],
       cursor: { sync: { key: `group-${chart.group}`, setSeries: false }, points: { size: 6 } },
@@ -159,14 +161,14 @@
     const plot = plots.get(target);
     if (!plot) draw(target);
     else if (target.clientWidth && plot.width !== target.clientWidth) {
-      plot.setSize({ width: target.clientWidth, height: 200 });
+      plot.setSize({ width: target.clientWidth, height: HEIGHT });
     }
   }));
   all(".plot").forEach((place) => sizes.observe(place));
 
   // Responses
 
-  const PAGE = 8;
+  const PAGE = 10;
   const ORDERS = {
     new: (a, b) => b.iteration - a.iteration,
     high: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
@@ -189,14 +191,19 @@
     return shown;
   };
   const card = (row, by) => {
-    const made = element("div", undefined, "sample"), prompt = element("div", row.prompt, "text");
+    const made = element("details", undefined, "sample"), prompt = element("div", row.prompt, "text");
+    const line = element("summary"), preview = element("span", `${row.prompt} \u2192 ${row.response}`);
+    const reward = row.reward === null ? "" : `reward ${short(row.reward)}`;
+    preview.dir = "auto";
+    line.append(preview, element("small", reward));
     const answers = element("div", undefined, "answers"), answer = element("div");
     const text = row.tokens && row[by] ? tokens(row, by)
       : element("div", row.response || "(empty)", "text");
     prompt.dir = text.dir = "auto";
     answer.append(element("div", row.words, "when"), text);
     answers.append(answer);
-    made.append(prompt, answers);
+    made.append(line, prompt, answers);
+    made.open = by !== "";
     return made;
   };
   for (const browser of all(".browser")) {
