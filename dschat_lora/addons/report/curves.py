@@ -133,18 +133,6 @@ class Chart:
             if count
         )
 
-    @property
-    def rows(self) -> list[list[str]]:
-        """Of each curve its name, first and last value, the least and the greatest with steps."""
-        rows = []
-        for curve in self.curves:
-            points = curve.finite
-            row = [f"{self.metric.title}, {curve.name}", short(points[0][1]), short(points[-1][1])]
-            for step, value in (min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])):
-                row += [short(value), short(step)]
-            rows.append(row)
-        return rows
-
 
 def charts_of(runs: Sequence[RunData], group: int) -> tuple[list[Chart], list[str]]:
     """Charts of runs of one stage, and sentences on what stays the same."""

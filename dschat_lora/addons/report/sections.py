@@ -269,9 +269,10 @@ def answers(runs: Sequence[RunData]) -> list[tuple[str, list[tuple[str, str]]]]:
             when, prompt, answer = (str(each.get(k, "")) for k in ("when", "prompt", "answer"))
             name = when if len(runs) == 1 else f"{when} {run.label or run.name}"
             versions = prompts.setdefault(as_written(prompt), [])
-            # What a stage begins with is what the one before has ended with.
-            if when == "before" and versions and versions[-1][1] == answer:
-                versions[-1] = (f"{versions[-1][0]}, {name}", answer)
+            # A stage begins with the model that another one began or ended with.
+            same = [n for n, (_, text) in enumerate(versions) if text == answer]
+            if when == "before" and same:
+                versions[same[-1]] = (f"{versions[same[-1]][0]}, {name}", answer)
             else:
                 versions.append((name, answer))
     return [*prompts.items()]

@@ -133,7 +133,7 @@ def test_without_scripts_the_text_and_the_tables_remain(opened, address):
     opened.open(address)
     opened.wait_for("document.readyState === 'complete'")
     text = opened.evaluate("document.body.innerText")
-    for part in ("Results", "Reward, training", "Curves as numbers", "Warnings", "Time and memory"):
+    for part in ("Results", "training: 0.1 at step 1, 3 at step 30", "Warnings", "Time and memory"):
         assert part in text
     assert opened.evaluate("document.querySelectorAll('canvas').length") == 0
     assert opened.evaluate(

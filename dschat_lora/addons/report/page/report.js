@@ -237,9 +237,8 @@
     update();
   }
 
-  // What stands open for those without scripts is folded, and a run that goes on is looked at again.
+  // The page of a run that is going on loads itself again.
 
-  all("details.open").forEach((each) => { each.open = false; });
   if (data.reload) {
     const pause = document.getElementById("pause");
     pause.checked = kept("pause") === "yes";
