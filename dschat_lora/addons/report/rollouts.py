@@ -100,7 +100,7 @@ def show_rollouts(directory: Path, query: RolloutQuery, *, json: bool) -> None:
 def _indented(text: str, start: str) -> list[str]:
     """The lines of a text after ``start``, control characters written out."""
     first, *others = map(visible, text.splitlines() or [""])
-    return [start + first, *(" " * len(start) + line for line in others)]
+    return [start + first, *((" " * len(start) + line).rstrip() for line in others)]
 
 
 def select_rollouts(rows: Sequence[Rollout], query: RolloutQuery) -> dict[str, list[Rollout]]:
