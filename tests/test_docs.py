@@ -285,7 +285,7 @@ def test_each_figure_of_the_comparison_is_in_the_result_that_its_row_names():
     ("page", "begin", "end", "source"),
     [
         ("comparison", "## Speed and memory", "[All figures", "speed"),
-        ("scaling", "By calculation", "## Long rows", "scaling"),
+        ("scaling", "By calculation", "If the base fits", "scaling"),
     ],
 )
 def test_figures_that_a_page_quotes_are_in_the_tables_it_links_to(page, begin, end, source):

@@ -170,7 +170,7 @@ ELSEWHERE = re.compile(
     r"\.\.\.|\b[A-Z]{3,}\b|hostfile|--num_gpus|--include|llama_cpp|extract|accept|glue|nlg|demo|opt-|"
     r"llama-|[\w-]+/[A-Z]|[\w-]+-[\w-]+/|[A-Z]\w+/|org/|me/|openai/|output/rules|output/asks|"
     r"output/mine --resume|output/right|rlhf-2|gpu-2|web/|--tasks|^tinker|^tune|^pipeline qwen3|"
-    r"_len (?:2048|65536)|step-0|judge:|my_|labelled"
+    r"_len (?:2048|65536)|step-0|judge:|my_|labelled|lengths|brief|brevity"
 )
 # What documents call files of rows, as the README's or as pairs.
 ROWS = ("data.jsonl", "held_out.jsonl", "prompts.jsonl", "answers.jsonl", "questions.jsonl")
