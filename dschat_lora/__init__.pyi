@@ -160,102 +160,102 @@ def sft(
         KeyboardInterrupt: after Ctrl-C, once a checkpoint is saved.
 
     Options:
-        trust_remote_code (bool): run model code that comes with a hub repository
+        trust_remote_code (bool): allow running model code from a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
-        eot_token (str): end-of-text token of --add_eot_token
-        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
-        dropout (float): every dropout probability of the base model, in [0, 1)
-        router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
-        rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
-        neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
-        max_seq_len (int): tokens per row, prompt and completion together
-        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
-        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
-        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
-        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
-        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
-        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
-        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
-        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
-        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
-        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
-        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
-        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
-        num_train_epochs (int): passes over data; 0 evaluates only
-        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
-        per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
+        eot_token (str): end-of-text token that --add_eot_token adds
+        chat_template (str | None): Jinja file with a chat template instead of the tokenizer's; saved with the model
+        dropout (float): dropout probability of the base model (all its dropout layers), in [0, 1)
+        router_aux_loss_coef (float): SFT: coefficient of the model's load-balancing loss for MoE experts; 0: not added
+        rope_scaling (str | None): JSON object that extends rotary position embeddings to longer rows, as in transformers, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that of the loaded adapter's training, else the model's own
+        neftune_noise_alpha (float): SFT: NEFTune noise alpha (5 to 15): add uniform noise of up to alpha / sqrt(L d) to the embeddings in training, for L tokens of width d; 0: none
+        max_seq_len (int): maximum number of tokens per row, prompt and completion together
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; here the prompt is read from the column question, in all data
+        packing (bool): pack several samples into rows of --max_seq_len; attention does not cross samples
+        eval_ratio (float): fraction of the rows held out for evaluation if there is no --eval_data_path, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; default: train
+        data_weights (float | Sequence[float]): how often each --data_path is used per epoch, in the same order; default: 1 each
+        max_source_rows (int | Sequence[int]): use only the first N rows of each --data_path; one number for each, or one for all; 0: all
+        max_repeats (int | Sequence[int]): maximum number of times a row of each --data_path is used in the whole run; one number for each, or one for all; 0: no limit
+        data_split (str | None): proportions of the rows for steps 1, 2 and 3, such as 2,4,4; default: every step uses all rows
+        data_output_path (str | os.PathLike[str] | None): cache directory for tokenized data; default: ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what to do with samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops other rows; drop drops all
+        bad_rows (Literal['stop', 'skip']): what to do at an unusable row
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what to do with answers that have a `label` (KTO rows): refuse to run, train only on those with label true, or train on all
+        preprocessing_num_workers (int): number of processes that read and tokenize rows; 0: one per core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a column of this name in a row takes precedence
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data, used in full in step 1 only
+        train_on_prompt (bool): compute the loss on the prompt too, also in evaluation (as DeepSpeed-Chat does, and microsoft/LoRA with --obj jlm)
+        train_empty_think (bool): train on the empty thought that a chat template adds to answers without one, such as Qwen3's <think></think>, which teaches the model not to think
+        learning_rate (float | Literal['auto']): peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights; of adapters if only they are trained, except in the scripts of training/; auto: by published rules for width and stage, for adapters too
+        num_train_epochs (int): number of training epochs; 0: evaluate only
+        max_steps (int): number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        per_device_train_batch_size (int): training batch size per device, in rows; of one micro-batch; a packed row holds several samples
         gradient_accumulation_steps (int): micro-batches per optimizer step
-        seed (int): seed of initialisation, order and sampling
-        num_warmup_steps (int): optimizer steps of linear warm-up
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
-        lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
-        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
-        adam_beta1 (float): decay of the gradient's mean
-        adam_beta2 (float): decay of the gradient's square
-        adam_epsilon (float): added to the root of the second moment
-        max_grad_norm (float): gradients are clipped to this norm; 0: never
-        expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
-        weight_decay (float): decoupled weight decay; biases and norms exempt
-        early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-        lora_alpha (float): the update is scaled by lora_alpha / lora_dim
-        target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        seed (int): random seed of initialisation, data order and sampling
+        num_warmup_steps (int): number of optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): type of learning-rate schedule
+        tokens_per_device (int): tokens per device and micro-batch, instead of a fixed number of rows; 0: by rows
+        lora_learning_rate (float | None): peak learning rate of the adapters; default: --learning_rate if given, else 5e-4 (DPO 1e-5)
+        lora_lr_multiplier (float | None): learning rate of the adapters as a multiple of --learning_rate; best measured: about 10, up to 15 in runs of 100 steps; 2 to 3 is cautious
+        loraplus_lr_ratio (float): LoRA+: ratio of the learning rates of lora_B and lora_A
+        adam_beta1 (float): beta1 of AdamW
+        adam_beta2 (float): beta2 of AdamW
+        adam_epsilon (float): epsilon of AdamW
+        max_grad_norm (float): maximum gradient norm for clipping; 0: no clipping
+        expert_learning_rate (float | None): peak learning rate of the adapters of MoE experts; default: that of the adapters
+        weight_decay (float): decoupled weight decay, not applied to biases and norms
+        early_stopping_patience (int): stop after this many consecutive evaluations without a new lowest held-out loss; 0: never
+        lora_dim (int | None): LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+        lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
+        target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
-        use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
-        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
-        modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
-        enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
-        expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-        expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
-        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        use_rslora (bool): scale the update by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers (lora_only)
+        modules_to_save (str | Sequence[str]): name suffixes of modules to train in full and save with the adapter
+        enable_lora (str | Sequence[str]): parts (q, k, v) of a packed projection that get their own lora_A and lora_B; default: one pair for the whole layer
+        expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+        expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: also train it)
+        dry_run (bool): check options and data, print what the run would do, and exit
         verbose (bool): with --dry_run: list all options
-        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        overwrite_output_dir (bool): overwrite the files of an earlier run in --output_dir
         save_interval (int): optimizer steps between checkpoints; 0: by time only
-        merge_adapter (bool): also write base and adapter merged as a transformers model
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
-        save_minutes (float): a checkpoint at least this often; 0: by steps only
-        save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        merge_adapter (bool): also save the adapter merged into the base, as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: resume even if the data has changed since the checkpoint, or cannot be compared
+        save_minutes (float): maximum minutes between checkpoints; 0: by steps only
+        save_total_limit (int): number of newest checkpoints to keep; 0: all
+        merge_max_kl (float): refuse a merge that changes the output distribution by more than this KL divergence (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
-        eval_iters (int): evaluation batches per device; 0: all
-        sample_generations (int): held-out prompts answered before and after training
-        per_device_eval_batch_size (int): rows per device in evaluation
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
-        logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
-        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
+        eval_iters (int): maximum number of evaluation batches per device; 0: all
+        sample_generations (int): number of held-out prompts answered before and after training
+        per_device_eval_batch_size (int): evaluation batch size per device
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers to which metrics are also reported; one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between logged lines
+        tensorboard_path (str | os.PathLike[str] | None): directory for TensorBoard files; default: OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16; 4 is NF4, for linear layers and experts of the transformer blocks
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0; or that of --deepspeed_config
+        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
-        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
-        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
-        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
-        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
-        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
-        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
-        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
-        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
-        deepspeed (bool): accepted from DeepSpeed; it is always used
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPU
+        offload_activations (bool): offload the checkpointed activations to pinned host memory until the backward pass; turns --gradient_checkpointing auto on
+        offload (bool): offload optimizer states (and, at stage 3, weights) to host memory
+        tensor_parallel_size (int): number of processes over which each layer is split; they process the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: split the activations between layers by tokens
+        context_parallel_size (int): SFT, reward, DPO: number of processes over which the tokens of each row are split, for long rows; attention stays exact over the whole row
+        distributed_timeout (float): seconds without a sign of life from a process after which the run ends (at least 300 until the first step is done)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention implementation; auto: sdpa if the architecture supports it, else eager; sdpa computes the sequences of a packed row separately if it can; flex_attention is for GPUs if it cannot
+        fused_kernels (Literal['auto', 'on', 'off']): use fused kernels for RMSNorm, SwiGLU and rotary embeddings if they match the architecture's own; auto: on a GPU
+        compile (bool): compile the transformer blocks with torch.compile: slower start, faster steps
+        training_graphs (Literal['auto', 'on', 'off']): replay the forward and backward pass below the head as CUDA graphs; auto: if launching kernels would take longer than running them; micro-batches are padded to a few shapes; needs ZeRO 0 and no dropout
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, to run at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): maximum number of questions from each of --eval_tasks; 0: all
+        streaming (bool): read, tokenize and pack rows during training, in bounded memory, instead of preparing all of them first; needs --max_steps
+        shuffle_buffer_size (int): number of rows that --streaming shuffles and packs at a time; the order of shards is shuffled too
+        allow_image_urls (bool): download images whose rows give http(s) addresses
+        max_image_pixels (int): maximum number of pixels of an image; larger ones are rejected before decoding
+        train_vision (bool): also adapt the linear layers of the vision encoder and its projector
+        vision_learning_rate (float | None): learning rate of the vision adapters (of --train_vision or --target_modules); default: that of the others
+        deepspeed (bool): accepted from DeepSpeed, which is always used
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
@@ -379,105 +379,105 @@ def reward(
     """Train a reward model on pairs of answers (step 2); arguments as those of ``sft``.
 
     Options:
-        trust_remote_code (bool): run model code that comes with a hub repository
+        trust_remote_code (bool): allow running model code from a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
-        eot_token (str): end-of-text token of --add_eot_token
-        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
-        dropout (float): every dropout probability of the base model, in [0, 1)
-        router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
-        rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
-        neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
-        max_seq_len (int): tokens per row, prompt and completion together
-        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
-        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
-        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
-        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
-        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
-        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
-        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
-        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
-        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
-        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
-        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
-        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
-        num_train_epochs (int): passes over data; 0 evaluates only
-        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
-        per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
+        eot_token (str): end-of-text token that --add_eot_token adds
+        chat_template (str | None): Jinja file with a chat template instead of the tokenizer's; saved with the model
+        dropout (float): dropout probability of the base model (all its dropout layers), in [0, 1)
+        router_aux_loss_coef (float): SFT: coefficient of the model's load-balancing loss for MoE experts; 0: not added
+        rope_scaling (str | None): JSON object that extends rotary position embeddings to longer rows, as in transformers, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that of the loaded adapter's training, else the model's own
+        neftune_noise_alpha (float): SFT: NEFTune noise alpha (5 to 15): add uniform noise of up to alpha / sqrt(L d) to the embeddings in training, for L tokens of width d; 0: none
+        max_seq_len (int): maximum number of tokens per row, prompt and completion together
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; here the prompt is read from the column question, in all data
+        packing (bool): pack several samples into rows of --max_seq_len; attention does not cross samples
+        eval_ratio (float): fraction of the rows held out for evaluation if there is no --eval_data_path, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; default: train
+        data_weights (float | Sequence[float]): how often each --data_path is used per epoch, in the same order; default: 1 each
+        max_source_rows (int | Sequence[int]): use only the first N rows of each --data_path; one number for each, or one for all; 0: all
+        max_repeats (int | Sequence[int]): maximum number of times a row of each --data_path is used in the whole run; one number for each, or one for all; 0: no limit
+        data_split (str | None): proportions of the rows for steps 1, 2 and 3, such as 2,4,4; default: every step uses all rows
+        data_output_path (str | os.PathLike[str] | None): cache directory for tokenized data; default: ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what to do with samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops other rows; drop drops all
+        bad_rows (Literal['stop', 'skip']): what to do at an unusable row
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what to do with answers that have a `label` (KTO rows): refuse to run, train only on those with label true, or train on all
+        preprocessing_num_workers (int): number of processes that read and tokenize rows; 0: one per core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a column of this name in a row takes precedence
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data, used in full in step 1 only
+        train_on_prompt (bool): compute the loss on the prompt too, also in evaluation (as DeepSpeed-Chat does, and microsoft/LoRA with --obj jlm)
+        train_empty_think (bool): train on the empty thought that a chat template adds to answers without one, such as Qwen3's <think></think>, which teaches the model not to think
+        learning_rate (float | Literal['auto']): peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights; of adapters if only they are trained, except in the scripts of training/; auto: by published rules for width and stage, for adapters too
+        num_train_epochs (int): number of training epochs; 0: evaluate only
+        max_steps (int): number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        per_device_train_batch_size (int): training batch size per device, in rows; of one micro-batch; a packed row holds several samples
         gradient_accumulation_steps (int): micro-batches per optimizer step
-        seed (int): seed of initialisation, order and sampling
-        num_warmup_steps (int): optimizer steps of linear warm-up
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
-        lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
-        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
-        adam_beta1 (float): decay of the gradient's mean
-        adam_beta2 (float): decay of the gradient's square
-        adam_epsilon (float): added to the root of the second moment
-        max_grad_norm (float): gradients are clipped to this norm; 0: never
-        expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
-        weight_decay (float): decoupled weight decay; biases and norms exempt
-        early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-        lora_alpha (float): the update is scaled by lora_alpha / lora_dim
-        target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        seed (int): random seed of initialisation, data order and sampling
+        num_warmup_steps (int): number of optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): type of learning-rate schedule
+        tokens_per_device (int): tokens per device and micro-batch, instead of a fixed number of rows; 0: by rows
+        lora_learning_rate (float | None): peak learning rate of the adapters; default: --learning_rate if given, else 5e-4 (DPO 1e-5)
+        lora_lr_multiplier (float | None): learning rate of the adapters as a multiple of --learning_rate; best measured: about 10, up to 15 in runs of 100 steps; 2 to 3 is cautious
+        loraplus_lr_ratio (float): LoRA+: ratio of the learning rates of lora_B and lora_A
+        adam_beta1 (float): beta1 of AdamW
+        adam_beta2 (float): beta2 of AdamW
+        adam_epsilon (float): epsilon of AdamW
+        max_grad_norm (float): maximum gradient norm for clipping; 0: no clipping
+        expert_learning_rate (float | None): peak learning rate of the adapters of MoE experts; default: that of the adapters
+        weight_decay (float): decoupled weight decay, not applied to biases and norms
+        early_stopping_patience (int): stop after this many consecutive evaluations without a new lowest held-out loss; 0: never
+        lora_dim (int | None): LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+        lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
+        target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
-        use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
-        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
-        modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
-        enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
-        expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-        expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
-        reward_loss (Literal['bradley_terry', 'per_token']): bradley_terry compares the scores at the end of two answers; per_token is DeepSpeed-Chat's loss; which compares them at each token from the first difference on
-        share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
-        center_rewards_coefficient (float): weight of the squared sum of a pair's scores, which keeps them around zero
-        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        use_rslora (bool): scale the update by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers (lora_only)
+        modules_to_save (str | Sequence[str]): name suffixes of modules to train in full and save with the adapter
+        enable_lora (str | Sequence[str]): parts (q, k, v) of a packed projection that get their own lora_A and lora_B; default: one pair for the whole layer
+        expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+        expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: also train it)
+        reward_loss (Literal['bradley_terry', 'per_token']): loss of the reward model; bradley_terry compares the scores at the ends of the two answers; per_token is DeepSpeed-Chat's loss; which compares them at each token from the first difference on
+        share_prompt (bool): compute the common prompt of a pair once (no-: once per answer)
+        center_rewards_coefficient (float): coefficient of the squared sum of a pair's scores, which keeps scores centered around 0
+        dry_run (bool): check options and data, print what the run would do, and exit
         verbose (bool): with --dry_run: list all options
-        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        overwrite_output_dir (bool): overwrite the files of an earlier run in --output_dir
         save_interval (int): optimizer steps between checkpoints; 0: by time only
-        merge_adapter (bool): also write base and adapter merged as a transformers model
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
-        save_minutes (float): a checkpoint at least this often; 0: by steps only
-        save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        merge_adapter (bool): also save the adapter merged into the base, as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: resume even if the data has changed since the checkpoint, or cannot be compared
+        save_minutes (float): maximum minutes between checkpoints; 0: by steps only
+        save_total_limit (int): number of newest checkpoints to keep; 0: all
+        merge_max_kl (float): refuse a merge that changes the output distribution by more than this KL divergence (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
-        eval_iters (int): evaluation batches per device; 0: all
-        sample_generations (int): held-out prompts answered before and after training
-        per_device_eval_batch_size (int): rows per device in evaluation
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
-        logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
-        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
+        eval_iters (int): maximum number of evaluation batches per device; 0: all
+        sample_generations (int): number of held-out prompts answered before and after training
+        per_device_eval_batch_size (int): evaluation batch size per device
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers to which metrics are also reported; one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between logged lines
+        tensorboard_path (str | os.PathLike[str] | None): directory for TensorBoard files; default: OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16; 4 is NF4, for linear layers and experts of the transformer blocks
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0; or that of --deepspeed_config
+        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
-        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
-        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
-        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
-        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
-        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
-        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
-        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
-        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
-        deepspeed (bool): accepted from DeepSpeed; it is always used
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPU
+        offload_activations (bool): offload the checkpointed activations to pinned host memory until the backward pass; turns --gradient_checkpointing auto on
+        offload (bool): offload optimizer states (and, at stage 3, weights) to host memory
+        tensor_parallel_size (int): number of processes over which each layer is split; they process the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: split the activations between layers by tokens
+        context_parallel_size (int): SFT, reward, DPO: number of processes over which the tokens of each row are split, for long rows; attention stays exact over the whole row
+        distributed_timeout (float): seconds without a sign of life from a process after which the run ends (at least 300 until the first step is done)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention implementation; auto: sdpa if the architecture supports it, else eager; sdpa computes the sequences of a packed row separately if it can; flex_attention is for GPUs if it cannot
+        fused_kernels (Literal['auto', 'on', 'off']): use fused kernels for RMSNorm, SwiGLU and rotary embeddings if they match the architecture's own; auto: on a GPU
+        compile (bool): compile the transformer blocks with torch.compile: slower start, faster steps
+        training_graphs (Literal['auto', 'on', 'off']): replay the forward and backward pass below the head as CUDA graphs; auto: if launching kernels would take longer than running them; micro-batches are padded to a few shapes; needs ZeRO 0 and no dropout
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, to run at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): maximum number of questions from each of --eval_tasks; 0: all
+        streaming (bool): read, tokenize and pack rows during training, in bounded memory, instead of preparing all of them first; needs --max_steps
+        shuffle_buffer_size (int): number of rows that --streaming shuffles and packs at a time; the order of shards is shuffled too
+        allow_image_urls (bool): download images whose rows give http(s) addresses
+        max_image_pixels (int): maximum number of pixels of an image; larger ones are rejected before decoding
+        train_vision (bool): also adapt the linear layers of the vision encoder and its projector
+        vision_learning_rate (float | None): learning rate of the vision adapters (of --train_vision or --target_modules); default: that of the others
+        deepspeed (bool): accepted from DeepSpeed, which is always used
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
@@ -610,112 +610,112 @@ def dpo(
     """Train a policy by DPO, ORPO, SimPO or KTO; arguments as those of ``sft``.
 
     Options:
-        trust_remote_code (bool): run model code that comes with a hub repository
+        trust_remote_code (bool): allow running model code from a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
-        eot_token (str): end-of-text token of --add_eot_token
-        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
-        dropout (float): every dropout probability of the base model, in [0, 1)
-        router_aux_loss_coef (float): SFT's loss grows by this times the load-balancing loss that the model has for its experts; 0: without
-        rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
-        neftune_noise_alpha (float): SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; 5 to 15), L the tokens of a sequence and d the width; 0: none
-        max_seq_len (int): tokens per row, prompt and completion together
-        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
-        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
-        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
-        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
-        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
-        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
-        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
-        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
-        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
-        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
-        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
-        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        learning_rate (float | Literal['auto']): peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights; of adapters where they alone train, but in the scripts of training/; auto: by published rules for width and stage, that of adapters too
-        num_train_epochs (int): passes over data; 0 evaluates only
-        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
-        per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
+        eot_token (str): end-of-text token that --add_eot_token adds
+        chat_template (str | None): Jinja file with a chat template instead of the tokenizer's; saved with the model
+        dropout (float): dropout probability of the base model (all its dropout layers), in [0, 1)
+        router_aux_loss_coef (float): SFT: coefficient of the model's load-balancing loss for MoE experts; 0: not added
+        rope_scaling (str | None): JSON object that extends rotary position embeddings to longer rows, as in transformers, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that of the loaded adapter's training, else the model's own
+        neftune_noise_alpha (float): SFT: NEFTune noise alpha (5 to 15): add uniform noise of up to alpha / sqrt(L d) to the embeddings in training, for L tokens of width d; 0: none
+        max_seq_len (int): maximum number of tokens per row, prompt and completion together
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; here the prompt is read from the column question, in all data
+        packing (bool): pack several samples into rows of --max_seq_len; attention does not cross samples
+        eval_ratio (float): fraction of the rows held out for evaluation if there is no --eval_data_path, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; default: train
+        data_weights (float | Sequence[float]): how often each --data_path is used per epoch, in the same order; default: 1 each
+        max_source_rows (int | Sequence[int]): use only the first N rows of each --data_path; one number for each, or one for all; 0: all
+        max_repeats (int | Sequence[int]): maximum number of times a row of each --data_path is used in the whole run; one number for each, or one for all; 0: no limit
+        data_split (str | None): proportions of the rows for steps 1, 2 and 3, such as 2,4,4; default: every step uses all rows
+        data_output_path (str | os.PathLike[str] | None): cache directory for tokenized data; default: ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what to do with samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops other rows; drop drops all
+        bad_rows (Literal['stop', 'skip']): what to do at an unusable row
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what to do with answers that have a `label` (KTO rows): refuse to run, train only on those with label true, or train on all
+        preprocessing_num_workers (int): number of processes that read and tokenize rows; 0: one per core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a column of this name in a row takes precedence
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data, used in full in step 1 only
+        train_on_prompt (bool): compute the loss on the prompt too, also in evaluation (as DeepSpeed-Chat does, and microsoft/LoRA with --obj jlm)
+        train_empty_think (bool): train on the empty thought that a chat template adds to answers without one, such as Qwen3's <think></think>, which teaches the model not to think
+        learning_rate (float | Literal['auto']): peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights; of adapters if only they are trained, except in the scripts of training/; auto: by published rules for width and stage, for adapters too
+        num_train_epochs (int): number of training epochs; 0: evaluate only
+        max_steps (int): number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        per_device_train_batch_size (int): training batch size per device, in rows; of one micro-batch; a packed row holds several samples
         gradient_accumulation_steps (int): micro-batches per optimizer step
-        seed (int): seed of initialisation, order and sampling
-        num_warmup_steps (int): optimizer steps of linear warm-up
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        tokens_per_device (int): tokens per device and micro-batch, instead of a number of rows; 0: by rows
-        lora_learning_rate (float | None): peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5
-        lora_lr_multiplier (float | None): adapters train at this multiple of --learning_rate; measured best: about 10, up to 15 in runs of 100 steps; to be cautious: 2 to 3
-        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
-        adam_beta1 (float): decay of the gradient's mean
-        adam_beta2 (float): decay of the gradient's square
-        adam_epsilon (float): added to the root of the second moment
-        max_grad_norm (float): gradients are clipped to this norm; 0: never
-        expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapters
-        weight_decay (float): decoupled weight decay; biases and norms exempt
-        early_stopping_patience (int): end the run once this many evaluations in a row had no lower held-out loss than the lowest before; 0: never
-        lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-        lora_alpha (float): the update is scaled by lora_alpha / lora_dim
-        target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+        seed (int): random seed of initialisation, data order and sampling
+        num_warmup_steps (int): number of optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): type of learning-rate schedule
+        tokens_per_device (int): tokens per device and micro-batch, instead of a fixed number of rows; 0: by rows
+        lora_learning_rate (float | None): peak learning rate of the adapters; default: --learning_rate if given, else 5e-4 (DPO 1e-5)
+        lora_lr_multiplier (float | None): learning rate of the adapters as a multiple of --learning_rate; best measured: about 10, up to 15 in runs of 100 steps; 2 to 3 is cautious
+        loraplus_lr_ratio (float): LoRA+: ratio of the learning rates of lora_B and lora_A
+        adam_beta1 (float): beta1 of AdamW
+        adam_beta2 (float): beta2 of AdamW
+        adam_epsilon (float): epsilon of AdamW
+        max_grad_norm (float): maximum gradient norm for clipping; 0: no clipping
+        expert_learning_rate (float | None): peak learning rate of the adapters of MoE experts; default: that of the adapters
+        weight_decay (float): decoupled weight decay, not applied to biases and norms
+        early_stopping_patience (int): stop after this many consecutive evaluations without a new lowest held-out loss; 0: never
+        lora_dim (int | None): LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+        lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
+        target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
         lora_dropout (float): dropout on the adapter's input, in [0, 1)
-        use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
-        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
-        modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
-        enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
-        expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-        expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
-        loss_type (Literal['sigmoid', 'ipo', 'hinge', 'orpo', 'simpo', 'kto']): loss of pairs, sigmoid being DPO's own, or of single answers: kto; ipo is IPO's squared one, hinge SLiC's; orpo and simpo have no reference; kto takes answers that are good or bad
-        beta (float): how strongly the policy stays with the reference; orpo: weight of the odds ratio; simpo: scale of the rewards, 2 unless it is given
-        share_prompt (bool): compute what both answers of a pair begin with once (no-: each answer has its own)
-        label_smoothing (float): share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)
-        simpo_gamma (float): simpo: by how much the chosen answer's reward is to be the larger one
+        use_rslora (bool): scale the update by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+        train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers (lora_only)
+        modules_to_save (str | Sequence[str]): name suffixes of modules to train in full and save with the adapter
+        enable_lora (str | Sequence[str]): parts (q, k, v) of a packed projection that get their own lora_A and lora_B; default: one pair for the whole layer
+        expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+        expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+        only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: also train it)
+        loss_type (Literal['sigmoid', 'ipo', 'hinge', 'orpo', 'simpo', 'kto']): loss of pairs, where sigmoid is DPO's original, or of single answers: kto; ipo is IPO's squared loss, hinge that of SLiC; orpo and simpo use no reference; kto takes single answers labelled good or bad
+        beta (float): strength of the KL constraint to the reference; a larger beta keeps the policy closer; orpo: weight of the odds ratio; simpo: scale of the rewards, by default 2
+        share_prompt (bool): compute the common prompt of a pair once (no-: once per answer)
+        label_smoothing (float): label smoothing: assumed fraction of wrong labels (conservative DPO, simpo), in [0, 0.5)
+        simpo_gamma (float): simpo: target margin between the rewards of the chosen and the rejected answer
         length_normalization (bool): compare log-ratios per token instead of per answer; ipo, orpo and simpo always do
-        rpo_alpha (float): weight of the chosen answer's own loss per token, added to that of the pair
-        precompute_ref_log_probs (bool): compute the reference's log-probabilities once, before training (no-: each time)
-        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        rpo_alpha (float): weight of the chosen answer's per-token NLL loss, added to the pair's loss
+        precompute_ref_log_probs (bool): compute the reference's log-probabilities once before training (no-: at each step)
+        dry_run (bool): check options and data, print what the run would do, and exit
         verbose (bool): with --dry_run: list all options
-        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        overwrite_output_dir (bool): overwrite the files of an earlier run in --output_dir
         save_interval (int): optimizer steps between checkpoints; 0: by time only
-        merge_adapter (bool): also write base and adapter merged as a transformers model
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
-        save_minutes (float): a checkpoint at least this often; 0: by steps only
-        save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        merge_adapter (bool): also save the adapter merged into the base, as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: resume even if the data has changed since the checkpoint, or cannot be compared
+        save_minutes (float): maximum minutes between checkpoints; 0: by steps only
+        save_total_limit (int): number of newest checkpoints to keep; 0: all
+        merge_max_kl (float): refuse a merge that changes the output distribution by more than this KL divergence (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
-        eval_iters (int): evaluation batches per device; 0: all
-        sample_generations (int): held-out prompts answered before and after training
-        per_device_eval_batch_size (int): rows per device in evaluation
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
-        logging_steps (int): optimizer steps between printed lines
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
-        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-        gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
+        eval_iters (int): maximum number of evaluation batches per device; 0: all
+        sample_generations (int): number of held-out prompts answered before and after training
+        per_device_eval_batch_size (int): evaluation batch size per device
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers to which metrics are also reported; one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between logged lines
+        tensorboard_path (str | os.PathLike[str] | None): directory for TensorBoard files; default: OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16; 4 is NF4, for linear layers and experts of the transformer blocks
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0; or that of --deepspeed_config
+        gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
-        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
-        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
-        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
-        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
-        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
-        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured at each evaluation; needs dschat_lora[evaluation]
-        eval_tasks_limit (int): questions of each of --eval_tasks at most; 0: all
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        desirable_weight (float): kto: weight of the loss of good answers
-        undesirable_weight (float): kto: weight of the loss of bad answers
-        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
-        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
-        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
-        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
-        deepspeed (bool): accepted from DeepSpeed; it is always used
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPU
+        offload_activations (bool): offload the checkpointed activations to pinned host memory until the backward pass; turns --gradient_checkpointing auto on
+        offload (bool): offload optimizer states (and, at stage 3, weights) to host memory
+        tensor_parallel_size (int): number of processes over which each layer is split; they process the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: split the activations between layers by tokens
+        context_parallel_size (int): SFT, reward, DPO: number of processes over which the tokens of each row are split, for long rows; attention stays exact over the whole row
+        distributed_timeout (float): seconds without a sign of life from a process after which the run ends (at least 300 until the first step is done)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention implementation; auto: sdpa if the architecture supports it, else eager; sdpa computes the sequences of a packed row separately if it can; flex_attention is for GPUs if it cannot
+        fused_kernels (Literal['auto', 'on', 'off']): use fused kernels for RMSNorm, SwiGLU and rotary embeddings if they match the architecture's own; auto: on a GPU
+        compile (bool): compile the transformer blocks with torch.compile: slower start, faster steps
+        training_graphs (Literal['auto', 'on', 'off']): replay the forward and backward pass below the head as CUDA graphs; auto: if launching kernels would take longer than running them; micro-batches are padded to a few shapes; needs ZeRO 0 and no dropout
+        eval_tasks (str | Sequence[str]): SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, to run at each evaluation; needs dschat_lora[evaluation]
+        eval_tasks_limit (int): maximum number of questions from each of --eval_tasks; 0: all
+        streaming (bool): read, tokenize and pack rows during training, in bounded memory, instead of preparing all of them first; needs --max_steps
+        shuffle_buffer_size (int): number of rows that --streaming shuffles and packs at a time; the order of shards is shuffled too
+        desirable_weight (float): kto: weight of the loss on desirable answers
+        undesirable_weight (float): kto: weight of the loss on undesirable answers
+        allow_image_urls (bool): download images whose rows give http(s) addresses
+        max_image_pixels (int): maximum number of pixels of an image; larger ones are rejected before decoding
+        train_vision (bool): also adapt the linear layers of the vision encoder and its projector
+        vision_learning_rate (float | None): learning rate of the vision adapters (of --train_vision or --target_modules); default: that of the others
+        deepspeed (bool): accepted from DeepSpeed, which is always used
         print_loss (bool): print the loss at every optimizer step
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
@@ -952,183 +952,183 @@ def rlhf(
         **options: those of ``dschat-lora rlhf --help all``, by their names.
 
     Options:
-        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-        actor_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
-        actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        actor_lora_dim (int | None): LoRA rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+        actor_learning_rate (float | Literal['auto']): peak learning rate of the adapter (default 5e-4) or of base weights; of the adapter if only it is trained, except in the script of training/; auto: by published rules for width and stage, for the adapter too
+        actor_lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
         actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
-        actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-        actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-        actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_lora_learning_rate (float): peak rate of the adapter
-        actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
-        actor_weight_decay (float): decoupled weight decay; biases and norms exempt
+        actor_expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+        actor_expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+        actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
+        actor_lora_learning_rate (float): peak learning rate of the adapter
+        actor_expert_learning_rate (float | None): peak learning rate of the adapters of MoE experts; default: that of the adapter
+        actor_weight_decay (float): decoupled weight decay, not applied to biases and norms
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
-        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-        critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
+        critic_lora_dim (int | None): LoRA rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+        critic_lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
-        critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-        critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-        critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
-        critic_lora_learning_rate (float): peak rate of the adapter
-        critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
-        critic_weight_decay (float): decoupled weight decay; biases and norms exempt
+        critic_expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+        critic_expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+        critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
+        critic_learning_rate (float | Literal['auto']): peak learning rate of the adapter (default 5e-4) or of base weights; of the adapter if only it is trained, except in the script of training/; auto: by published rules for width and stage, for the adapter too
+        critic_lora_learning_rate (float): peak learning rate of the adapter
+        critic_expert_learning_rate (float | None): peak learning rate of the adapters of MoE experts; default: that of the adapter
+        critic_weight_decay (float): decoupled weight decay, not applied to biases and norms
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
-        trust_remote_code (bool): run model code that comes with a hub repository
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
+        trust_remote_code (bool): allow running model code from a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
-        eot_token (str): end-of-text token of --add_eot_token
-        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
-        max_prompt_seq_len (int): most tokens of a prompt; longer ones follow --overlong
-        max_answer_seq_len (int): most tokens of a response
-        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
-        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
-        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
-        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
-        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
-        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
-        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
-        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
-        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
-        per_device_training_batch_size (int): responses per device and micro-batch of the update
-        num_train_epochs (int): passes over data; 0 evaluates only
-        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
+        eot_token (str): end-of-text token that --add_eot_token adds
+        chat_template (str | None): Jinja file with a chat template instead of the tokenizer's; saved with the model
+        max_prompt_seq_len (int): maximum number of tokens of a prompt; --overlong applies to longer ones
+        max_answer_seq_len (int): maximum number of tokens of a response
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; here the prompt is read from the column question, in all data
+        eval_ratio (float): fraction of the rows held out for evaluation if there is no --eval_data_path, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; default: train
+        data_weights (float | Sequence[float]): how often each --data_path is used per epoch, in the same order; default: 1 each
+        max_source_rows (int | Sequence[int]): use only the first N rows of each --data_path; one number for each, or one for all; 0: all
+        max_repeats (int | Sequence[int]): maximum number of times a row of each --data_path is used in the whole run; one number for each, or one for all; 0: no limit
+        data_split (str | None): proportions of the rows for steps 1, 2 and 3, such as 2,4,4; default: every step uses all rows
+        data_output_path (str | os.PathLike[str] | None): cache directory for tokenized data; default: ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what to do with samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops other rows; drop drops all
+        bad_rows (Literal['stop', 'skip']): what to do at an unusable row
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what to do with answers that have a `label` (KTO rows): refuse to run, train only on those with label true, or train on all
+        preprocessing_num_workers (int): number of processes that read and tokenize rows; 0: one per core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a column of this name in a row takes precedence
+        num_prompts (int): number of episodes whose prompts an --environment class makes itself, instead of --data_path; reset receives the index of the episode, from 0, as `episode`
+        per_device_training_batch_size (int): training batch size per device, in responses of one micro-batch
+        num_train_epochs (int): number of training epochs; 0: evaluate only
+        max_steps (int): number of optimizer steps; overrides --num_train_epochs; 0: by epochs
         gradient_accumulation_steps (int): micro-batches per optimizer step
-        seed (int): seed of initialisation, order and sampling
-        num_warmup_steps (int): optimizer steps of linear warm-up
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
-        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
-        adam_beta1 (float): decay of the gradient's mean
-        adam_beta2 (float): decay of the gradient's square
-        adam_epsilon (float): added to the root of the second moment
-        max_grad_norm (float): gradients are clipped to this norm; 0: never
-        enable_ema (bool): keep a moving average of the actor, written to actor_ema/
-        ema_decay (float): share of the average that stays at a step
-        only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
-        num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        per_device_generation_batch_size (int): responses of a generation batch on a device
-        generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        rollout_engine (Literal['own', 'vllm'] | str | object): what draws responses: own, vllm, servers or module:Class; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch of episodes
-        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and sampler_error shows how far that moves the policy
-        refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
-        do_sample (bool): sample responses (no-: the likeliest token, greedy)
-        temperature (float): of sampling and of all log-probabilities
-        top_p (float): sample from the likeliest tokens of this probability mass
-        top_k (int): sample from this many likeliest tokens; 0: all
-        stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
-        stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
-        max_turns (int): most turns of the actor in an episode with --environment, of one response's length
-        reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
-        reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
-        clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
-        reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
-        missing_eos_penalty (float): subtracted from the score of a response that was cut off
-        soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): how the actor learns; ppo has a critic; reinforce_pp has none; grpo and its kin compare the responses to a prompt
-        kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
-        ppo_epochs (int): passes over the responses of an iteration
-        kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
-        kl_in (Literal['reward', 'loss'] | None): where the divergence is paid: in the reward of each token, or in the loss; default: by --algorithm
-        adaptive_kl_target (float): nats per response that kl_coef is steered towards; 0: kl_coef stays
-        kl_horizon (int): responses over which kl_coef adapts
-        gamma (float): discount of later rewards, in [0, 1]
-        lam (float): bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t tokens before the end only by lam^t, and by the critic's values for the rest
-        cliprange (float | None): bound on the change of a token's probability ratio, fall and rise alike (0.2); default: by --algorithm
-        cliprange_low (float | None): bound on the fall of the ratio, if not --cliprange; default: by --algorithm
-        cliprange_high (float | None): bound on the rise of the ratio, if not --cliprange; default: by --algorithm
-        dual_clip (float): bound on the loss of a token with negative advantage A, -A times this; 0: none
-        sapo_temperature_pos (float): SAPO: how fast the weight of a token with positive advantage falls with its ratio
-        sapo_temperature_neg (float): SAPO: the same of other tokens; above --sapo_temperature_pos, to hold them closer
-        loss_normalization (Literal['token', 'sequence', 'constant'] | None): token: every token weighs alike; sequence: every response does; constant: divide by --max_answer_seq_len; default: by --algorithm
-        mask_truncated_completions (bool | None): leave responses that were cut off out of the loss (DAPO's overlong filter); default: by --algorithm
-        dynamic_sampling (int | None): replace prompts whose responses all got one reward by further prompts, at most so many times an iteration; 0: never; default: by --algorithm
-        cliprange_value (float): bound on the change of a value
-        whiten_advantages (bool): advantages of an iteration get mean 0 and standard deviation 1
-        critic_warmup_iterations (int): first iterations at which the critic alone learns, the actor stays as it is
-        importance_cap (float): largest weight of a token in the policy's loss, weights being its probability in the policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1; the same as --rollout_correction tis --rollout_is_threshold of this number
-        rollout_correction (Literal['none', 'tis', 'mis'] | None): importance weights in the policy's loss where tokens come from another distribution than the one that learns; tis: truncated at --rollout_is_threshold; mis: 0 beyond it; default: tis with another --rollout_engine than own, else none
-        rollout_is (Literal['token', 'sequence']): whether each token has a weight, or each response the product of its tokens'
-        rollout_is_threshold (float): largest weight of --rollout_correction
-        rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
-        use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
-        entropy_coef (float): weight of the entropy bonus
-        target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
+        seed (int): random seed of initialisation, data order and sampling
+        num_warmup_steps (int): number of optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): type of learning-rate schedule
+        tokens_per_device (int): maximum number of tokens per micro-batch and device, instead of a number of responses; 0: by responses
+        loraplus_lr_ratio (float): LoRA+: ratio of the learning rates of lora_B and lora_A
+        adam_beta1 (float): beta1 of AdamW
+        adam_beta2 (float): beta2 of AdamW
+        adam_epsilon (float): epsilon of AdamW
+        max_grad_norm (float): maximum gradient norm for clipping; 0: no clipping
+        enable_ema (bool): keep an exponential moving average of the actor, saved to actor_ema/
+        ema_decay (float): decay of the moving average
+        only_optimize_lora (bool): freeze base models that have an adapter (no-: also train them)
+        num_generations (int | None): responses per prompt (8, or 1 if they are not compared); default: by --algorithm; at least 2, except for ppo and reinforce_pp, which do not compare them; 8, or a smaller divisor of --per_device_generation_batch_size
+        per_device_generation_batch_size (int): generation batch size per device, in responses
+        generation_batches (int): generation batches per iteration; if no batch size is given, as many as make 64 responses over all processes
+        rollout_engine (Literal['own', 'vllm'] | str | object): engine that generates responses: own, vllm, servers or module:Class; vllm, which the run starts itself; the comma-separated addresses of servers (vLLM, SGLang or `dschat-lora serve`) that load adapters at run time, such as http://127.0.0.1:8000; or your own module:Class
+        max_num_seqs (int | Literal['auto']): maximum number of responses decoded at a time per device; does not affect results; auto: as many as fit into free memory on a GPU, a generation batch on a CPU; auto is a generation batch for episodes
+        merge_for_rollouts (bool): generate with the adapter merged into copies of the adapted weights: faster on a GPU, but takes their memory; 16-bit copies are rounded stochastically (by --seed), and the metric sampler_error shows the effect on the policy
+        refill_share (float | None): fraction of the responses in decoding that must have finished before the next prompts of the iteration take their places; 0: each at once (0.25 on a GPU, 0 on a CPU)
+        do_sample (bool): sample responses (no-: greedy decoding)
+        temperature (float): temperature of sampling and of all log-probabilities
+        top_p (float): sample from the most likely tokens with this total probability
+        top_k (int): sample from this many most likely tokens; 0: all
+        stop_tokens (str | Sequence[str]): further tokens that end a response, in addition to those of tokenizer, template and model
+        stop_strings (str | Sequence[str]): strings that end a response at the token that completes them
+        environment (str | object | None): environment that replies to the actor's turns: module:function, module:Class, or one from a library, such as gymnasium:ENV_ID; a function returns user or tool messages, or ends the episode; a class has reset, step or tools, and rewards; module:Player has play(tasks, draw, *, key), which generates the responses; libraries are gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, and mcp:COMMAND or mcp:URL, which provide tools
+        max_turns (int): maximum number of actor turns in an episode of --environment, which share the length of one response
+        reward_weights (float | Sequence[float]): weight of each reward in the sum of scores: those of a class in the order of its names, that of the reward model, if there is one, last; default: 1 each
+        reward_batch (Literal['all', 'group']): responses per call: all of a process, or those to one prompt
+        reward_retries (int): number of retries of a failed call to a reward function or environment
+        reward_timeout (float): timeout in seconds of a call to a reward function or environment; 0: none
+        clip_reward_value (float): clip scaled scores to this absolute value; 0: never
+        reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their running standard deviation; initial: subtract the mean and divide by the standard deviation of the first iterations' scores (at least 64); the critic starts in these units (with none and running, in those of the reward model)
+        missing_eos_penalty (float): penalty subtracted from the score of a truncated response
+        soft_overlong_tokens (int): reduce the score linearly, by up to 1, over the last N tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
+        algorithm (Literal['ppo', 'rloo', 'grpo', 'reinforce_pp', 'reinforce_pp_baseline', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'gdpo', 'sapo', 'distill'] | str | Callable[..., Any] | Algorithm): reinforcement-learning algorithm; ppo has a critic; reinforce_pp has none; grpo and its variants compare the responses to each prompt
+        kl_coef (float | None): coefficient of the KL divergence from the reference (0.1 or 0); default: by --algorithm
+        ppo_epochs (int): number of passes over the responses of each iteration
+        kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the KL divergence at each token; default: by --algorithm
+        kl_in (Literal['reward', 'loss'] | None): where the KL penalty is applied: to the reward of each token, or in the loss; default: by --algorithm
+        adaptive_kl_target (float): target KL divergence in nats per response, towards which kl_coef is adapted; 0: constant kl_coef
+        kl_horizon (int): horizon in responses over which kl_coef adapts
+        gamma (float): discount factor, in [0, 1]
+        lam (float): lambda of generalized advantage estimation (GAE), in [0, 1]; below 1, the score at the end reaches a token t positions earlier with weight lam^t, and the critic's values account for the rest
+        cliprange (float | None): clipping range of the probability ratio in both directions (0.2); default: by --algorithm
+        cliprange_low (float | None): lower clipping range of the ratio; default: --cliprange; default: by --algorithm
+        cliprange_high (float | None): upper clipping range of the ratio; default: --cliprange; default: by --algorithm
+        dual_clip (float): dual clip: limit the loss of a token with negative advantage A to -A times this; 0: off
+        sapo_temperature_pos (float): SAPO: temperature of the gate on tokens with positive advantage; a higher one restricts the ratio more
+        sapo_temperature_neg (float): SAPO: temperature of the gate on all other tokens; normally above --sapo_temperature_pos
+        loss_normalization (Literal['token', 'sequence', 'constant'] | None): how the loss is averaged; token: over all tokens; sequence: over responses; constant: divided by --max_answer_seq_len; default: by --algorithm
+        mask_truncated_completions (bool | None): exclude truncated responses from the loss (DAPO's overlong filtering); default: by --algorithm
+        dynamic_sampling (int | None): replace prompts whose responses all received the same reward, at most this many times per iteration (DAPO's dynamic sampling); 0: never; default: by --algorithm
+        cliprange_value (float): clipping range of the value loss
+        whiten_advantages (bool): normalize the advantages of each iteration to mean 0 and standard deviation 1
+        critic_warmup_iterations (int): number of iterations at the start in which only the critic is trained
+        importance_cap (float): maximum importance weight of a token in the policy loss: its probability under the policy over that under the sampling distribution (top-p, top-k, another temperature); 0: no weights; same as --rollout_correction tis with this --rollout_is_threshold
+        rollout_correction (Literal['none', 'tis', 'mis'] | None): importance sampling in the policy loss if tokens are not sampled from the policy that is trained; tis: weights truncated at --rollout_is_threshold; mis: weights beyond it are set to 0; default: none with --rollout_engine own, else tis
+        rollout_is (Literal['token', 'sequence']): level of the importance weights: one per token, or per response the product over its tokens
+        rollout_is_threshold (float): upper threshold of the weights of --rollout_correction
+        rollout_is_threshold_lower (float): lower threshold of the weights: tis raises lower ones to it, mis sets them to 0
+        use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass, which is faster; the metric sampler_error shows the rounding difference
+        entropy_coef (float): coefficient of the entropy bonus
+        target_kl (float): stop the updates of an iteration when the approximate KL divergence to the policy at its start exceeds this (mean nats per token); 0: never
+        unsupervised_dataset_name (str | None): pretraining text to mix in: files, a directory or a hub data set (name:config)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
-        unsup_coef (float): weight of its loss per token beside the policy's
-        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        unsup_coef (float): coefficient of the pretraining loss per token, relative to the policy loss
+        dry_run (bool): check options and data, print what the run would do, and exit
         verbose (bool): with --dry_run: list all options
-        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        overwrite_output_dir (bool): overwrite the files of an earlier run in --output_dir
         save_interval (int): optimizer steps between checkpoints; 0: by time only
-        merge_adapter (bool): also write base and adapter merged as a transformers model
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
-        save_minutes (float): a checkpoint at least this often; 0: by steps only
-        save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        merge_adapter (bool): also save the adapter merged into the base, as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: resume even if the data has changed since the checkpoint, or cannot be compared
+        save_minutes (float): maximum minutes between checkpoints; 0: by steps only
+        save_total_limit (int): number of newest checkpoints to keep; 0: all
+        merge_max_kl (float): refuse a merge that changes the output distribution by more than this KL divergence (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
-        eval_iters (int): evaluation batches per device; 0: all
-        sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
-        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
-        logging_steps (int): optimizer steps between printed lines
-        log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
-        print_answers (bool): show a response at every iteration
-        print_answers_interval (int): iterations between shown responses; 0: never
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
-        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+        eval_iters (int): maximum number of evaluation batches per device; 0: all
+        sample_generations (int): number of held-out prompts answered before and after training
+        judge_function (str | object | None): module:function that scores held-out responses in evaluations, never in training
+        eval_prompts (int): number of held-out prompts answered in each evaluation, greedily and by sampling; 0: none, and none are held out unless --eval_ratio is given
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers to which metrics are also reported; one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between logged lines
+        log_rollouts (int): number of responses per iteration logged to rollouts.jsonl.gz; 0: none
+        print_answers (bool): print a response at every iteration
+        print_answers_interval (int): iterations between printed responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory for TensorBoard files; default: OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16; 4 is NF4, for linear layers and experts of the transformer blocks
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0; or that of --deepspeed_config
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
-        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
-        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
-        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
-        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
-        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
-        release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
-        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
-        train_vision (bool): adapt the linear layers of the part that sees and of its projector, too
-        vision_learning_rate (float | None): rate of adapters there, by --train_vision or --target_modules; default: as others
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
-        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
-        teacher_model_name_or_path (str | os.PathLike[str] | None): the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the actor as it was, with --teacher_system_prompt; of --algorithm distill; a run, an adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME where it has several models
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPU
+        offload_activations (bool): offload the checkpointed activations to pinned host memory until the backward pass; turns --gradient_checkpointing auto on
+        offload (bool): offload optimizer states (and, at stage 3, weights) to host memory
+        tensor_parallel_size (int): number of processes over which each layer is split; they process the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: split the activations between layers by tokens
+        context_parallel_size (int): SFT, reward, DPO: number of processes over which the tokens of each row are split, for long rows; attention stays exact over the whole row
+        distributed_timeout (float): seconds without a sign of life from a process after which the run ends (at least 300 until the first step is done)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention implementation; auto: sdpa if the architecture supports it, else eager; sdpa computes the sequences of a packed row separately if it can; flex_attention is for GPUs if it cannot
+        fused_kernels (Literal['auto', 'on', 'off']): use fused kernels for RMSNorm, SwiGLU and rotary embeddings if they match the architecture's own; auto: on a GPU
+        compile (bool): compile the transformer blocks with torch.compile: slower start, faster steps
+        training_graphs (Literal['auto', 'on', 'off']): replay the forward and backward pass below the head as CUDA graphs; auto: if launching kernels would take longer than running them; micro-batches are padded to a few shapes; needs ZeRO 0 and no dropout
+        release_inference_cache (bool): free the KV cache before each update (default: keep it if the GPU has room for it)
+        streaming (bool): read, tokenize and pack rows during training, in bounded memory, instead of preparing all of them first; needs --max_steps
+        shuffle_buffer_size (int): number of rows that --streaming shuffles and packs at a time; the order of shards is shuffled too
+        allow_image_urls (bool): download images whose rows give http(s) addresses
+        max_image_pixels (int): maximum number of pixels of an image; larger ones are rejected before decoding
+        train_vision (bool): also adapt the linear layers of the vision encoder and its projector
+        vision_learning_rate (float | None): learning rate of the vision adapters (of --train_vision or --target_modules); default: that of the others
+        vllm_command (str | None): command that starts the server of --rollout_engine vllm, such as `/envs/vllm/bin/vllm serve` for vLLM in another environment, with further options if needed; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): fraction of GPU memory (of host memory without a GPU) that --rollout_engine vllm uses while it generates; on a GPU it sleeps during training
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory, shared with the servers of --rollout_engine, from which they load the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): timeout in seconds for a response of a rollout or teacher server, and for vllm to start
+        rollouts_ahead (int): number of iterations that the servers of --rollout_engine generate ahead of training, with an adapter at most this many iterations old; --rollout_correction corrects for it; 0: synchronous
+        agent (str | object | None): module:function that runs an episode: it receives the row and an openai client connected to the actor, may call it any number of times, and returns the reward
+        agent_command (str | None): command that runs an episode: it reads the row from standard input, reaches the actor at OPENAI_BASE_URL, and prints the reward on its last line
+        agent_timeout (float): time limit of an agent's episode in seconds, not counting the time the actor takes to answer
+        agent_retries (int): number of retries of an agent's episode that failed
+        agent_max_calls (int): maximum number of actor responses in an agent's episode
+        teacher_model_name_or_path (str | os.PathLike[str] | None): teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the initial actor, with --teacher_system_prompt; used by --algorithm distill; a run, an adapter, a model directory or a hub name, with the actor's tokenizer; an adapter on the actor's base shares its weights; a server is vLLM or `dschat-lora serve`, with #NAME if it has several models
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
-        deepspeed (bool): accepted from DeepSpeed; it is always used
+        teacher_system_prompt (str | None): system message put before each prompt for the teacher, but not for the actor
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; per token over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, estimated from the sampled tokens and used as their advantage
+        jsd_beta (float): interpolation coefficient of --distill_loss jsd: the teacher's weight in the mixture, in (0, 1)
+        distill_top_k (int): number of the teacher's most likely tokens over which the divergence is computed; all others are treated as one token; 0: the whole vocabulary
+        on_policy_share (float): fraction of the responses that the actor generates, in [0, 1]; the others are completions from the data (GKD's lambda)
+        parts (Any | Sequence[Any]): one or more module:Class whose objects are called after every step and iteration (after_step, after_iteration), for your own metrics, logs and coefficients
+        guard (Literal['warn', 'stop', 'off']): what to do when the entropy collapses, responses double or halve in length or stop ending, the reward rises while the judge's or the held-out reward falls, or --kl_budget is exceeded: warn, stop with a checkpoint, or nothing (off)
+        kl_budget (float): KL divergence from the reference that --guard allows, in nats per response; 0: no limit
+        deepspeed (bool): accepted from DeepSpeed, which is always used
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1136,14 +1136,14 @@ def rlhf(
         critic_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         enable_test_mode (bool): stop after --test_stop_step optimizer steps
-        test_stop_step (int): optimizer steps of --enable_test_mode
-        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
-        align_overflow (bool): accepted from DeepSpeed-Chat; a loss that is not finite skips both steps
+        test_stop_step (int): number of optimizer steps of --enable_test_mode
+        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is inferred from padding
+        align_overflow (bool): accepted from DeepSpeed-Chat; a non-finite loss skips both steps
         offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference shares the actor's base
         offload_reward_model (bool): accepted from DeepSpeed-Chat; the reward model shares the critic's base
-        enable_hybrid_engine (bool): accepted from DeepSpeed-Chat; rollouts have a decode loop of their own
+        enable_hybrid_engine (bool): accepted from DeepSpeed-Chat; rollouts have their own decode loop
         unpin_actor_parameters (bool): accepted from DeepSpeed-Chat, for its hybrid engine
-        inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
+        inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts use the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
         enable_tensorboard (bool): same as --report_to tensorboard
@@ -1369,177 +1369,177 @@ def distill(
         **options: those of ``dschat-lora distill --help all``, by their names.
 
     Options:
-        actor_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-        actor_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
-        actor_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        actor_lora_dim (int | None): LoRA rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+        actor_learning_rate (float | Literal['auto']): peak learning rate of the adapter (default 5e-4) or of base weights; of the adapter if only it is trained, except in the script of training/; auto: by published rules for width and stage, for the adapter too
+        actor_lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
         actor_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
-        actor_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-        actor_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-        actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        actor_lora_learning_rate (float): peak rate of the adapter
-        actor_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
-        actor_weight_decay (float): decoupled weight decay; biases and norms exempt
+        actor_expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+        actor_expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+        actor_target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
+        actor_lora_learning_rate (float): peak learning rate of the adapter
+        actor_expert_learning_rate (float | None): peak learning rate of the adapters of MoE experts; default: that of the adapter
+        actor_weight_decay (float): decoupled weight decay, not applied to biases and norms
         actor_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
-        critic_lora_dim (int | None): rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-        critic_lora_alpha (float): the update is scaled by lora_alpha / lora_dim
+        actor_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
+        critic_lora_dim (int | None): LoRA rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+        critic_lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
         critic_use_rslora (bool): scale by lora_alpha / sqrt(lora_dim)
-        critic_expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-        critic_expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-        critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
-        critic_learning_rate (float | Literal['auto']): peak rate of the adapter (unless given 5e-4) or of base weights; of the adapter where it alone trains, but in the script of training/; auto: by published rules for width and stage, that of the adapter too
-        critic_lora_learning_rate (float): peak rate of the adapter
-        critic_expert_learning_rate (float | None): peak rate of experts' adapters in a mixture; default: that of the adapter
-        critic_weight_decay (float): decoupled weight decay; biases and norms exempt
+        critic_expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+        critic_expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+        critic_target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
+        critic_learning_rate (float | Literal['auto']): peak learning rate of the adapter (default 5e-4) or of base weights; of the adapter if only it is trained, except in the script of training/; auto: by published rules for width and stage, for the adapter too
+        critic_lora_learning_rate (float): peak learning rate of the adapter
+        critic_expert_learning_rate (float | None): peak learning rate of the adapters of MoE experts; default: that of the adapter
+        critic_weight_decay (float): decoupled weight decay, not applied to biases and norms
         critic_zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage of this role; default: --zero_stage
-        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
-        trust_remote_code (bool): run model code that comes with a hub repository
+        critic_gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
+        trust_remote_code (bool): allow running model code from a hub repository
         add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
-        eot_token (str): end-of-text token of --add_eot_token
-        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
-        max_prompt_seq_len (int): most tokens of a prompt; longer ones follow --overlong
-        max_answer_seq_len (int): most tokens of a response
-        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
-        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
-        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
-        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
-        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
-        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
-        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
-        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
-        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        num_prompts (int): episodes whose prompts an --environment of a class makes itself, in the place of --data_path; reset gets the number of the episode, 0 and on, as `episode`
-        per_device_training_batch_size (int): responses per device and micro-batch of the update
-        num_train_epochs (int): passes over data; 0 evaluates only
-        max_steps (int): optimizer steps to train for, whatever the epochs; 0: by epochs
+        eot_token (str): end-of-text token that --add_eot_token adds
+        chat_template (str | None): Jinja file with a chat template instead of the tokenizer's; saved with the model
+        max_prompt_seq_len (int): maximum number of tokens of a prompt; --overlong applies to longer ones
+        max_answer_seq_len (int): maximum number of tokens of a response
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; here the prompt is read from the column question, in all data
+        eval_ratio (float): fraction of the rows held out for evaluation if there is no --eval_data_path, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; default: train
+        data_weights (float | Sequence[float]): how often each --data_path is used per epoch, in the same order; default: 1 each
+        max_source_rows (int | Sequence[int]): use only the first N rows of each --data_path; one number for each, or one for all; 0: all
+        max_repeats (int | Sequence[int]): maximum number of times a row of each --data_path is used in the whole run; one number for each, or one for all; 0: no limit
+        data_split (str | None): proportions of the rows for steps 1, 2 and 3, such as 2,4,4; default: every step uses all rows
+        data_output_path (str | os.PathLike[str] | None): cache directory for tokenized data; default: ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what to do with samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops other rows; drop drops all
+        bad_rows (Literal['stop', 'skip']): what to do at an unusable row
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what to do with answers that have a `label` (KTO rows): refuse to run, train only on those with label true, or train on all
+        preprocessing_num_workers (int): number of processes that read and tokenize rows; 0: one per core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a column of this name in a row takes precedence
+        num_prompts (int): number of episodes whose prompts an --environment class makes itself, instead of --data_path; reset receives the index of the episode, from 0, as `episode`
+        per_device_training_batch_size (int): training batch size per device, in responses of one micro-batch
+        num_train_epochs (int): number of training epochs; 0: evaluate only
+        max_steps (int): number of optimizer steps; overrides --num_train_epochs; 0: by epochs
         gradient_accumulation_steps (int): micro-batches per optimizer step
-        seed (int): seed of initialisation, order and sampling
-        num_warmup_steps (int): optimizer steps of linear warm-up
-        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): shape of the rate over the steps
-        tokens_per_device (int): cut the responses of a step into micro-batches of up to so many tokens per device, instead of so many responses; 0: by responses
-        loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
-        adam_beta1 (float): decay of the gradient's mean
-        adam_beta2 (float): decay of the gradient's square
-        adam_epsilon (float): added to the root of the second moment
-        max_grad_norm (float): gradients are clipped to this norm; 0: never
-        enable_ema (bool): keep a moving average of the actor, written to actor_ema/
-        ema_decay (float): share of the average that stays at a step
-        only_optimize_lora (bool): freeze base models that have an adapter (no-: train them too)
-        per_device_generation_batch_size (int): responses of a generation batch on a device
-        generation_batches (int): generation batches of one iteration; where no size of a batch is typed, as many as make 64 responses over all processes
-        temperature (float): of sampling and of all log-probabilities
-        rollout_engine (Literal['own', 'vllm'] | str | object): what draws responses: own, vllm, servers or module:Class; vllm, which the run starts beside itself; servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their addresses with commas between them, such as http://127.0.0.1:8000; or module:Class of your own
-        max_num_seqs (int | Literal['auto']): responses that a device decodes at a time, which changes none of them; auto: on a GPU as many as its free memory holds, on a CPU a generation batch; auto is a generation batch of episodes
-        num_generations (int | None): responses to each prompt (8, or 1 where they are not compared); default: by --algorithm; 2 or more but for ppo and reinforce_pp, which do not compare them; 8, or fewer that divide --per_device_generation_batch_size
-        merge_for_rollouts (bool): generate with the adapter added to copies of the weights it adapts: faster on a GPU, in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and sampler_error shows how far that moves the policy
-        refill_share (float | None): share of the responses decoded at a time that must have ended before the next prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a GPU, 0 on a CPU)
-        do_sample (bool): sample responses (no-: the likeliest token, greedy)
-        top_p (float): sample from the likeliest tokens of this probability mass
-        top_k (int): sample from this many likeliest tokens; 0: all
-        stop_tokens (str | Sequence[str]): tokens that end a response, beside those of tokenizer, template and model
-        stop_strings (str | Sequence[str]): texts that end a response with the token that completes them
-        environment (str | object | None): what answers the actor's turns: module:function or module:Class, or one of a library, such as gymnasium:ENV_ID; the function answers with messages of a user or tool, or ends the episode; objects of the class have reset, and step or tools, and rewards; or module:Player with play(tasks, draw, *, key), which makes the responses; or gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and mcp:URL, whose tools are offered
-        max_turns (int): most turns of the actor in an episode with --environment, of one response's length
-        reward_weights (float | Sequence[float]): weight of each reward in the sum of scores, those of a class in the order of its names, and last that of the reward model, if there is one; 1 each by default
-        reward_batch (Literal['all', 'group']): responses of a call: all that a process has, or those to one prompt
-        reward_retries (int): further calls of a reward function, or of what answers the actor, that failed
-        reward_timeout (float): seconds that a call of a reward function, or of what answers the actor, may take; 0: as many as it likes
-        clip_reward_value (float): scores are clipped to this absolute value once they are scaled; 0: never
-        reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their standard deviation so far; initial: by that of the first iterations' scores, at least 64, after subtracting their mean; the critic starts in these units (with none and running in those of the reward model)
-        missing_eos_penalty (float): subtracted from the score of a response that was cut off
-        soft_overlong_tokens (int): scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
-        ppo_epochs (int): passes over the responses of an iteration
-        kl_coef (float | None): weight of the divergence from the reference (0.1 or 0); default: by --algorithm
-        kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the divergence at a token; default: by --algorithm
-        kl_in (Literal['reward', 'loss'] | None): where the divergence is paid: in the reward of each token, or in the loss; default: by --algorithm
-        adaptive_kl_target (float): nats per response that kl_coef is steered towards; 0: kl_coef stays
-        kl_horizon (int): responses over which kl_coef adapts
-        gamma (float): discount of later rewards, in [0, 1]
-        lam (float): bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t tokens before the end only by lam^t, and by the critic's values for the rest
-        cliprange (float | None): bound on the change of a token's probability ratio, fall and rise alike (0.2); default: by --algorithm
-        cliprange_low (float | None): bound on the fall of the ratio, if not --cliprange; default: by --algorithm
-        cliprange_high (float | None): bound on the rise of the ratio, if not --cliprange; default: by --algorithm
-        dual_clip (float): bound on the loss of a token with negative advantage A, -A times this; 0: none
-        sapo_temperature_pos (float): SAPO: how fast the weight of a token with positive advantage falls with its ratio
-        sapo_temperature_neg (float): SAPO: the same of other tokens; above --sapo_temperature_pos, to hold them closer
-        loss_normalization (Literal['token', 'sequence', 'constant'] | None): token: every token weighs alike; sequence: every response does; constant: divide by --max_answer_seq_len; default: by --algorithm
-        mask_truncated_completions (bool | None): leave responses that were cut off out of the loss (DAPO's overlong filter); default: by --algorithm
-        dynamic_sampling (int | None): replace prompts whose responses all got one reward by further prompts, at most so many times an iteration; 0: never; default: by --algorithm
-        cliprange_value (float): bound on the change of a value
-        whiten_advantages (bool): advantages of an iteration get mean 0 and standard deviation 1
-        critic_warmup_iterations (int): first iterations at which the critic alone learns, the actor stays as it is
-        importance_cap (float): largest weight of a token in the policy's loss, weights being its probability in the policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1; the same as --rollout_correction tis --rollout_is_threshold of this number
-        rollout_correction (Literal['none', 'tis', 'mis'] | None): importance weights in the policy's loss where tokens come from another distribution than the one that learns; tis: truncated at --rollout_is_threshold; mis: 0 beyond it; default: tis with another --rollout_engine than own, else none
-        rollout_is (Literal['token', 'sequence']): whether each token has a weight, or each response the product of its tokens'
-        rollout_is_threshold (float): largest weight of --rollout_correction
-        rollout_is_threshold_lower (float): smallest weight: below it tis gives this one, mis 0
-        use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass: faster; they differ by rounding, which sampler_error shows
-        entropy_coef (float): weight of the entropy bonus
-        target_kl (float): end an iteration's updates when the policy has moved this far from where it began (mean nats per token); 0: never
-        unsupervised_dataset_name (str | None): text to mix in: files, a directory or a hub data set (name:configuration)
+        seed (int): random seed of initialisation, data order and sampling
+        num_warmup_steps (int): number of optimizer steps of linear warm-up
+        lr_scheduler_type (Literal['linear', 'cosine', 'cosine_with_restarts', 'polynomial', 'constant', 'constant_with_warmup']): type of learning-rate schedule
+        tokens_per_device (int): maximum number of tokens per micro-batch and device, instead of a number of responses; 0: by responses
+        loraplus_lr_ratio (float): LoRA+: ratio of the learning rates of lora_B and lora_A
+        adam_beta1 (float): beta1 of AdamW
+        adam_beta2 (float): beta2 of AdamW
+        adam_epsilon (float): epsilon of AdamW
+        max_grad_norm (float): maximum gradient norm for clipping; 0: no clipping
+        enable_ema (bool): keep an exponential moving average of the actor, saved to actor_ema/
+        ema_decay (float): decay of the moving average
+        only_optimize_lora (bool): freeze base models that have an adapter (no-: also train them)
+        per_device_generation_batch_size (int): generation batch size per device, in responses
+        generation_batches (int): generation batches per iteration; if no batch size is given, as many as make 64 responses over all processes
+        temperature (float): temperature of sampling and of all log-probabilities
+        rollout_engine (Literal['own', 'vllm'] | str | object): engine that generates responses: own, vllm, servers or module:Class; vllm, which the run starts itself; the comma-separated addresses of servers (vLLM, SGLang or `dschat-lora serve`) that load adapters at run time, such as http://127.0.0.1:8000; or your own module:Class
+        max_num_seqs (int | Literal['auto']): maximum number of responses decoded at a time per device; does not affect results; auto: as many as fit into free memory on a GPU, a generation batch on a CPU; auto is a generation batch for episodes
+        num_generations (int | None): responses per prompt (8, or 1 if they are not compared); default: by --algorithm; at least 2, except for ppo and reinforce_pp, which do not compare them; 8, or a smaller divisor of --per_device_generation_batch_size
+        merge_for_rollouts (bool): generate with the adapter merged into copies of the adapted weights: faster on a GPU, but takes their memory; 16-bit copies are rounded stochastically (by --seed), and the metric sampler_error shows the effect on the policy
+        refill_share (float | None): fraction of the responses in decoding that must have finished before the next prompts of the iteration take their places; 0: each at once (0.25 on a GPU, 0 on a CPU)
+        do_sample (bool): sample responses (no-: greedy decoding)
+        top_p (float): sample from the most likely tokens with this total probability
+        top_k (int): sample from this many most likely tokens; 0: all
+        stop_tokens (str | Sequence[str]): further tokens that end a response, in addition to those of tokenizer, template and model
+        stop_strings (str | Sequence[str]): strings that end a response at the token that completes them
+        environment (str | object | None): environment that replies to the actor's turns: module:function, module:Class, or one from a library, such as gymnasium:ENV_ID; a function returns user or tool messages, or ends the episode; a class has reset, step or tools, and rewards; module:Player has play(tasks, draw, *, key), which generates the responses; libraries are gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, and mcp:COMMAND or mcp:URL, which provide tools
+        max_turns (int): maximum number of actor turns in an episode of --environment, which share the length of one response
+        reward_weights (float | Sequence[float]): weight of each reward in the sum of scores: those of a class in the order of its names, that of the reward model, if there is one, last; default: 1 each
+        reward_batch (Literal['all', 'group']): responses per call: all of a process, or those to one prompt
+        reward_retries (int): number of retries of a failed call to a reward function or environment
+        reward_timeout (float): timeout in seconds of a call to a reward function or environment; 0: none
+        clip_reward_value (float): clip scaled scores to this absolute value; 0: never
+        reward_scaling (Literal['none', 'running', 'initial']): running: divide scores by their running standard deviation; initial: subtract the mean and divide by the standard deviation of the first iterations' scores (at least 64); the critic starts in these units (with none and running, in those of the reward model)
+        missing_eos_penalty (float): penalty subtracted from the score of a truncated response
+        soft_overlong_tokens (int): reduce the score linearly, by up to 1, over the last N tokens of --max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: never
+        ppo_epochs (int): number of passes over the responses of each iteration
+        kl_coef (float | None): coefficient of the KL divergence from the reference (0.1 or 0); default: by --algorithm
+        kl_estimator (Literal['k1', 'k2', 'k3'] | None): estimator of the KL divergence at each token; default: by --algorithm
+        kl_in (Literal['reward', 'loss'] | None): where the KL penalty is applied: to the reward of each token, or in the loss; default: by --algorithm
+        adaptive_kl_target (float): target KL divergence in nats per response, towards which kl_coef is adapted; 0: constant kl_coef
+        kl_horizon (int): horizon in responses over which kl_coef adapts
+        gamma (float): discount factor, in [0, 1]
+        lam (float): lambda of generalized advantage estimation (GAE), in [0, 1]; below 1, the score at the end reaches a token t positions earlier with weight lam^t, and the critic's values account for the rest
+        cliprange (float | None): clipping range of the probability ratio in both directions (0.2); default: by --algorithm
+        cliprange_low (float | None): lower clipping range of the ratio; default: --cliprange; default: by --algorithm
+        cliprange_high (float | None): upper clipping range of the ratio; default: --cliprange; default: by --algorithm
+        dual_clip (float): dual clip: limit the loss of a token with negative advantage A to -A times this; 0: off
+        sapo_temperature_pos (float): SAPO: temperature of the gate on tokens with positive advantage; a higher one restricts the ratio more
+        sapo_temperature_neg (float): SAPO: temperature of the gate on all other tokens; normally above --sapo_temperature_pos
+        loss_normalization (Literal['token', 'sequence', 'constant'] | None): how the loss is averaged; token: over all tokens; sequence: over responses; constant: divided by --max_answer_seq_len; default: by --algorithm
+        mask_truncated_completions (bool | None): exclude truncated responses from the loss (DAPO's overlong filtering); default: by --algorithm
+        dynamic_sampling (int | None): replace prompts whose responses all received the same reward, at most this many times per iteration (DAPO's dynamic sampling); 0: never; default: by --algorithm
+        cliprange_value (float): clipping range of the value loss
+        whiten_advantages (bool): normalize the advantages of each iteration to mean 0 and standard deviation 1
+        critic_warmup_iterations (int): number of iterations at the start in which only the critic is trained
+        importance_cap (float): maximum importance weight of a token in the policy loss: its probability under the policy over that under the sampling distribution (top-p, top-k, another temperature); 0: no weights; same as --rollout_correction tis with this --rollout_is_threshold
+        rollout_correction (Literal['none', 'tis', 'mis'] | None): importance sampling in the policy loss if tokens are not sampled from the policy that is trained; tis: weights truncated at --rollout_is_threshold; mis: weights beyond it are set to 0; default: none with --rollout_engine own, else tis
+        rollout_is (Literal['token', 'sequence']): level of the importance weights: one per token, or per response the product over its tokens
+        rollout_is_threshold (float): upper threshold of the weights of --rollout_correction
+        rollout_is_threshold_lower (float): lower threshold of the weights: tis raises lower ones to it, mis sets them to 0
+        use_rollout_logprobs (bool): take old log-probabilities from the decode loop instead of a forward pass, which is faster; the metric sampler_error shows the rounding difference
+        entropy_coef (float): coefficient of the entropy bonus
+        target_kl (float): stop the updates of an iteration when the approximate KL divergence to the policy at its start exceeds this (mean nats per token); 0: never
+        unsupervised_dataset_name (str | None): pretraining text to mix in: files, a directory or a hub data set (name:config)
         unsupervised_dataset_config_name (str | None): configuration of a hub data set, as in name:configuration
-        unsup_coef (float): weight of its loss per token beside the policy's
-        dry_run (bool): check everything but the weights, say what the run would do, and stop
+        unsup_coef (float): coefficient of the pretraining loss per token, relative to the policy loss
+        dry_run (bool): check options and data, print what the run would do, and exit
         verbose (bool): with --dry_run: list all options
-        overwrite_output_dir (bool): delete what an earlier run left in --output_dir
+        overwrite_output_dir (bool): overwrite the files of an earlier run in --output_dir
         save_interval (int): optimizer steps between checkpoints; 0: by time only
-        merge_adapter (bool): also write base and adapter merged as a transformers model
-        accept_changed_data (bool): with --resume_from_checkpoint: go on where the data are not those of the checkpoint, or cannot be compared with them
-        save_minutes (float): a checkpoint at least this often; 0: by steps only
-        save_total_limit (int): newest checkpoints that are kept; 0: all
-        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
+        merge_adapter (bool): also save the adapter merged into the base, as a transformers model
+        accept_changed_data (bool): with --resume_from_checkpoint: resume even if the data has changed since the checkpoint, or cannot be compared
+        save_minutes (float): maximum minutes between checkpoints; 0: by steps only
+        save_total_limit (int): number of newest checkpoints to keep; 0: all
+        merge_max_kl (float): refuse a merge that changes the output distribution by more than this KL divergence (nats per token)
         eval_interval (int): optimizer steps between evaluations; 0: at the start, each epoch and the end
-        eval_iters (int): evaluation batches per device; 0: all
-        sample_generations (int): held-out prompts answered before and after training
-        judge_function (str | object | None): module:function that judges held-out responses at evaluations; never trained on
-        eval_prompts (int): held-out prompts answered at each evaluation, greedily and by sampling; 0: none, and none is held out unless --eval_ratio is given
-        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers that get the numbers of metrics.jsonl too; one or several; their own variables, such as WANDB_MODE=offline, apply
-        logging_steps (int): optimizer steps between printed lines
-        log_rollouts (int): responses of an iteration that are kept in rollouts.jsonl.gz; 0: none
-        print_answers (bool): show a response at every iteration
-        print_answers_interval (int): iterations between shown responses; 0: never
-        tensorboard_path (str | os.PathLike[str] | None): directory of TensorBoard files; default OUTPUT_DIR/tensorboard
-        base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
-        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
+        eval_iters (int): maximum number of evaluation batches per device; 0: all
+        sample_generations (int): number of held-out prompts answered before and after training
+        judge_function (str | object | None): module:function that scores held-out responses in evaluations, never in training
+        eval_prompts (int): number of held-out prompts answered in each evaluation, greedily and by sampling; 0: none, and none are held out unless --eval_ratio is given
+        report_to (Literal['none', 'tensorboard', 'wandb', 'trackio'] | Sequence[Literal['none', 'tensorboard', 'wandb', 'trackio']]): trackers to which metrics are also reported; one or several; their own variables, such as WANDB_MODE=offline, apply
+        logging_steps (int): optimizer steps between logged lines
+        log_rollouts (int): number of responses per iteration logged to rollouts.jsonl.gz; 0: none
+        print_answers (bool): print a response at every iteration
+        print_answers_interval (int): iterations between printed responses; 0: never
+        tensorboard_path (str | os.PathLike[str] | None): directory for TensorBoard files; default: OUTPUT_DIR/tensorboard
+        base_bits (Literal[16, 4] | None): bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16; 4 is NF4, for linear layers and experts of the transformer blocks
+        zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0; or that of --deepspeed_config
         deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-        offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-        offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
-        tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
-        sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-        context_parallel_size (int): SFT, reward, DPO: processes that divide the tokens of each row among them, for long rows; attention is exact over the whole of it
-        distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
-        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
-        fused_kernels (Literal['auto', 'on', 'off']): compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the architecture's are found equal to them; auto: on a GPU
-        compile (bool): compile the model's blocks (torch.compile): slow to start, faster from then on
-        training_graphs (Literal['auto', 'on', 'off']): replay the passes of training below the head as CUDA graphs; auto: where launching kernels would take longer than their work; micro-batches are padded to a few shapes; at ZeRO 0, without dropout
-        release_inference_cache (bool): free the cache of keys and values before each update (by default it is kept on a GPU that has room for it)
-        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; at each token, over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as their advantage
-        teacher_system_prompt (str | None): system message that the teacher reads before each prompt, and the actor does not
-        on_policy_share (float): share of the responses that the actor draws, in [0, 1]; the others are answers of the data (GKD's lambda)
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPU
+        offload_activations (bool): offload the checkpointed activations to pinned host memory until the backward pass; turns --gradient_checkpointing auto on
+        offload (bool): offload optimizer states (and, at stage 3, weights) to host memory
+        tensor_parallel_size (int): number of processes over which each layer is split; they process the same data
+        sequence_parallel (bool): with --tensor_parallel_size above 1: split the activations between layers by tokens
+        context_parallel_size (int): SFT, reward, DPO: number of processes over which the tokens of each row are split, for long rows; attention stays exact over the whole row
+        distributed_timeout (float): seconds without a sign of life from a process after which the run ends (at least 300 until the first step is done)
+        attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention implementation; auto: sdpa if the architecture supports it, else eager; sdpa computes the sequences of a packed row separately if it can; flex_attention is for GPUs if it cannot
+        fused_kernels (Literal['auto', 'on', 'off']): use fused kernels for RMSNorm, SwiGLU and rotary embeddings if they match the architecture's own; auto: on a GPU
+        compile (bool): compile the transformer blocks with torch.compile: slower start, faster steps
+        training_graphs (Literal['auto', 'on', 'off']): replay the forward and backward pass below the head as CUDA graphs; auto: if launching kernels would take longer than running them; micro-batches are padded to a few shapes; needs ZeRO 0 and no dropout
+        release_inference_cache (bool): free the KV cache before each update (default: keep it if the GPU has room for it)
+        distill_loss (Literal['reverse_kl', 'forward_kl', 'jsd', 'sampled_reverse_kl']): divergence from the teacher; per token over the whole vocabulary: reverse_kl, forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, estimated from the sampled tokens and used as their advantage
+        teacher_system_prompt (str | None): system message put before each prompt for the teacher, but not for the actor
+        on_policy_share (float): fraction of the responses that the actor generates, in [0, 1]; the others are completions from the data (GKD's lambda)
         teacher_bits (Literal[16, 4] | None): bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits
-        jsd_beta (float): the teacher's share in the mixture of --distill_loss jsd, in (0, 1)
-        distill_top_k (int): tokens, the teacher's likeliest at each position, that a divergence tells apart; all others count as one; 0: the whole vocabulary
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        vllm_command (str | None): what starts the server of --rollout_engine vllm: vLLM of another environment such as `/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`
-        vllm_gpu_memory_utilization (float): share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm takes while it draws; on a GPU it sleeps while the actor trains
-        rollout_adapter_dir (str | os.PathLike[str] | None): directory that the servers of --rollout_engine see too, in which they find the adapter; default: one in memory, for servers on this machine
-        rollout_timeout (float): seconds that a server of --rollout_engine, or a teacher's, may take for a response, and vllm to start
-        rollouts_ahead (int): have the servers of --rollout_engine draw the responses of so many further iterations while one trains, by adapters that are at most so many iterations old; --rollout_correction weighs for that; 0: they wait for each other
-        agent (str | object | None): module:function that plays an episode: it gets the row and a client of the openai package for the actor, asks as often as it likes, and returns the reward
-        agent_command (str | None): command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is the actor's, and the last line that it prints is the reward
-        agent_timeout (float): seconds of an agent's episode, but for those in which the actor answers
-        agent_retries (int): further attempts at an agent's episode that failed
-        agent_max_calls (int): most answers in an episode of an agent
-        parts (Any | Sequence[Any]): module:Class, one or several, of objects that are told of every step and iteration (after_step, after_iteration): metrics, logs and coefficients of your own
-        guard (Literal['warn', 'stop', 'off']): where the entropy collapses, responses double or halve their length or stop to end, the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is spent: warn, stop with a checkpoint, or go on silently (off)
-        kl_budget (float): divergence from the reference that --guard allows, nats per response; 0: any
-        deepspeed (bool): accepted from DeepSpeed; it is always used
+        jsd_beta (float): interpolation coefficient of --distill_loss jsd: the teacher's weight in the mixture, in (0, 1)
+        distill_top_k (int): number of the teacher's most likely tokens over which the divergence is computed; all others are treated as one token; 0: the whole vocabulary
+        streaming (bool): read, tokenize and pack rows during training, in bounded memory, instead of preparing all of them first; needs --max_steps
+        shuffle_buffer_size (int): number of rows that --streaming shuffles and packs at a time; the order of shards is shuffled too
+        vllm_command (str | None): command that starts the server of --rollout_engine vllm, such as `/envs/vllm/bin/vllm serve` for vLLM in another environment, with further options if needed; default: `vllm serve`
+        vllm_gpu_memory_utilization (float): fraction of GPU memory (of host memory without a GPU) that --rollout_engine vllm uses while it generates; on a GPU it sleeps during training
+        rollout_adapter_dir (str | os.PathLike[str] | None): directory, shared with the servers of --rollout_engine, from which they load the adapter; default: one in memory, for servers on this machine
+        rollout_timeout (float): timeout in seconds for a response of a rollout or teacher server, and for vllm to start
+        rollouts_ahead (int): number of iterations that the servers of --rollout_engine generate ahead of training, with an adapter at most this many iterations old; --rollout_correction corrects for it; 0: synchronous
+        agent (str | object | None): module:function that runs an episode: it receives the row and an openai client connected to the actor, may call it any number of times, and returns the reward
+        agent_command (str | None): command that runs an episode: it reads the row from standard input, reaches the actor at OPENAI_BASE_URL, and prints the reward on its last line
+        agent_timeout (float): time limit of an agent's episode in seconds, not counting the time the actor takes to answer
+        agent_retries (int): number of retries of an agent's episode that failed
+        agent_max_calls (int): maximum number of actor responses in an agent's episode
+        parts (Any | Sequence[Any]): one or more module:Class whose objects are called after every step and iteration (after_step, after_iteration), for your own metrics, logs and coefficients
+        guard (Literal['warn', 'stop', 'off']): what to do when the entropy collapses, responses double or halve in length or stop ending, the reward rises while the judge's or the held-out reward falls, or --kl_budget is exceeded: warn, stop with a checkpoint, or nothing (off)
+        kl_budget (float): KL divergence from the reference that --guard allows, in nats per response; 0: no limit
+        deepspeed (bool): accepted from DeepSpeed, which is always used
         print_loss (bool): print the loss at every optimizer step
         actor_lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         actor_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
@@ -1547,14 +1547,14 @@ def distill(
         critic_dropout (float): accepted from DeepSpeed-Chat; old and new log-probabilities need one network
         compute_fp32_loss (bool): accepted from DeepSpeed-Chat; the loss is always computed in fp32
         enable_test_mode (bool): stop after --test_stop_step optimizer steps
-        test_stop_step (int): optimizer steps of --enable_test_mode
-        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is guessed from padding
-        align_overflow (bool): accepted from DeepSpeed-Chat; a loss that is not finite skips both steps
+        test_stop_step (int): number of optimizer steps of --enable_test_mode
+        num_padding_at_beginning (int): accepted from DeepSpeed-Chat; nothing is inferred from padding
+        align_overflow (bool): accepted from DeepSpeed-Chat; a non-finite loss skips both steps
         offload_reference_model (bool): accepted from DeepSpeed-Chat; the reference shares the actor's base
         offload_reward_model (bool): accepted from DeepSpeed-Chat; the reward model shares the critic's base
-        enable_hybrid_engine (bool): accepted from DeepSpeed-Chat; rollouts have a decode loop of their own
+        enable_hybrid_engine (bool): accepted from DeepSpeed-Chat; rollouts have their own decode loop
         unpin_actor_parameters (bool): accepted from DeepSpeed-Chat, for its hybrid engine
-        inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes that hold the model (--tensor_parallel_size)
+        inference_tp_size (int): accepted from DeepSpeed-Chat, for its hybrid engine; rollouts use the processes that hold the model (--tensor_parallel_size)
         tp_gather_partition_size (int): accepted from DeepSpeed-Chat, for its hybrid engine
         enable_mixed_precision_lora (bool): accepted from DeepSpeed-Chat; --deepspeed_config sets quantised weights
         enable_tensorboard (bool): same as --report_to tensorboard
@@ -1603,26 +1603,26 @@ def generate(
         ValueError: for a value that cannot be used, and a prompt that is too long.
 
     Options:
-        base_bits (Literal[16, 4] | None): bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained
-        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
+        base_bits (Literal[16, 4] | None): bits of the base weights: 16, or 4 (NF4); default: as the adapter was trained
+        max_seq_len (int): maximum sequence length in tokens; 0: the model's number of positions
         columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
-        seed (int): of the draws
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
-        per_device_eval_batch_size (int): sequences at a time
-        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
-        trust_remote_code (bool): run model code that comes with a hub repository
-        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
+        seed (int): random seed of sampling
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: as in training
+        per_device_eval_batch_size (int): batch size
+        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention implementation of transformers; auto: sdpa if the model supports it, else eager
+        trust_remote_code (bool): allow running model code from a hub repository
+        chat_template (str | None): Jinja file with a chat template, instead of the tokenizer's own
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
-        chat (bool): --prompts are a user's messages, rendered by the chat template
-        max_new_tokens (int): tokens of an answer at most
-        do_sample (bool): draw tokens instead of taking the most probable one
-        temperature (float): divides the logits, with --do_sample
-        top_p (float): draw from the most probable tokens up to this sum
-        top_k (int): draw from so many of the most probable tokens; 0: all
-        num_return_sequences (int): answers to each prompt, with --do_sample
-        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
-        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
-        image (str | Sequence[str]): files of pictures in front of each of --prompts, or where it has <image>
+        chat (bool): send --prompts as user messages through the chat template
+        max_new_tokens (int): maximum number of tokens of an answer
+        do_sample (bool): sample tokens instead of greedy decoding
+        temperature (float): sampling temperature, with --do_sample
+        top_p (float): sample from the most likely tokens with this total probability
+        top_k (int): sample from this many most likely tokens; 0: all
+        num_return_sequences (int): number of answers per prompt, with --do_sample
+        allow_image_urls (bool): download images whose rows give http(s) addresses
+        max_image_pixels (int): maximum number of pixels of an image; larger ones are rejected before decoding
+        image (str | Sequence[str]): image files placed before each of --prompts, or at its <image> placeholders
     """
 
 def evaluate(
@@ -1660,24 +1660,24 @@ def evaluate(
         The numbers that the command prints, by name.
 
     Options:
-        base_bits (Literal[16, 4] | None): bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained
-        max_seq_len (int): longest sequence in tokens; 0: as many as the model has positions
+        base_bits (Literal[16, 4] | None): bits of the base weights: 16, or 4 (NF4); default: as the adapter was trained
+        max_seq_len (int): maximum sequence length in tokens; 0: the model's number of positions
         columns (Sequence[str] | Mapping[str, str]): names of columns, as in prompt=question completion=answer
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: as in training
-        per_device_eval_batch_size (int): sequences at a time
-        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention kernel of transformers; auto: sdpa where it has it, else eager
-        trust_remote_code (bool): run model code that comes with a hub repository
-        chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: as in training
+        per_device_eval_batch_size (int): batch size
+        attn_implementation (Literal['auto', 'sdpa', 'eager']): attention implementation of transformers; auto: sdpa if the model supports it, else eager
+        trust_remote_code (bool): allow running model code from a hub repository
+        chat_template (str | None): Jinja file with a chat template, instead of the tokenizer's own
         chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, as in training
-        reward_model (Model | None): reward model that scores the model's own greedy answers to the prompts
-        judge_function (str | object | None): module:function that scores the same answers, as a reward function of step 3 does; builtin:NAME for one that comes along
-        max_new_tokens (int): tokens of such an answer at most
-        limit (int): rows to take at most, of each task too, the first ones; 0: all
-        tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories of task files of your own, in place of rows; needs dschat_lora[evaluation]
-        num_fewshot (int | None): worked examples before each question of --tasks; default: as the task says
-        apply_chat_template (bool): questions of --tasks are a user's messages, rendered by the chat template
-        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
-        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
+        reward_model (Model | None): reward model that scores the model's greedy answers to the prompts
+        judge_function (str | object | None): module:function that scores the same answers, as a reward function of step 3; builtin:NAME for a bundled one
+        max_new_tokens (int): maximum number of tokens of such an answer
+        limit (int): evaluate only the first N rows, or the first N of each task; 0: all
+        tasks (str | Sequence[str]): tasks of lm-evaluation-harness, or directories with your own task files, instead of rows; needs dschat_lora[evaluation]
+        num_fewshot (int | None): number of few-shot examples before each question of --tasks; default: the task's own
+        apply_chat_template (bool): send the questions of --tasks as user messages through the chat template
+        allow_image_urls (bool): download images whose rows give http(s) addresses
+        max_image_pixels (int): maximum number of pixels of an image; larger ones are rejected before decoding
     """
 
 def merge(
@@ -1704,11 +1704,11 @@ def merge(
         ValueError: if there is no adapter, or rounding moves the model by too much.
 
     Options:
-        base_bits (Literal[16, 4] | None): bits of the base to add the adapter to: 16, or 4 (NF4); by default those that it was trained on; whole weights are written in any case
-        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): type of the weights written; auto: the base's where it has 16 bits, else bf16
-        overwrite_output_dir (bool): replace a model in the output directory
-        merge_max_kl (float): refuse a merge that moves the distribution by more (nats per token)
-        trust_remote_code (bool): run model code that comes with a hub repository
+        base_bits (Literal[16, 4] | None): bits of the base that the adapter is merged into: 16, or 4 (NF4); default: those it was trained on; the merged weights are never quantised
+        dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): dtype of the saved weights; auto: that of the base if it has 16 bits, else bf16
+        overwrite_output_dir (bool): overwrite a model in the output directory
+        merge_max_kl (float): refuse a merge that changes the output distribution by more than this KL divergence (nats per token)
+        trust_remote_code (bool): allow running model code from a hub repository
     """
 
 def audit(
@@ -1761,42 +1761,42 @@ def audit(
             ``stage="reward"`` and ``show=3``.
 
     Options:
-        max_seq_len (int): tokens per row, prompt and completion together
-        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; with these the prompt is read from the column question, in all data
-        eval_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): held-out data, never trained on
-        packing (bool): fill rows of --max_seq_len with several samples; the mask keeps them apart
-        eval_ratio (float): held-out share of the rows where no --eval_data_path is given, in [0, 1)
-        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; train when absent
-        data_weights (float | Sequence[float]): times each --data_path is used per epoch, in its order; 1 each when absent
-        max_source_rows (int | Sequence[int]): most rows of each --data_path, its first ones, or one number for all; 0: all
-        max_repeats (int | Sequence[int]): times that a row of each --data_path may be used in the whole run at most, or one number for all; 0 or absent: no bound
-        data_split (str | None): shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all rows when absent
-        data_output_path (str | os.PathLike[str] | None): cache of tokenised data; default ~/.cache/dschat_lora
-        overlong (Literal['split', 'drop', 'truncate', 'error']): what happens to samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops others, drop drops all
-        bad_rows (Literal['stop', 'skip']): what happens at a row that cannot be used
-        unpaired_rows (Literal['refuse', 'good_only', 'all']): what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), those with label true, or all, whatever the label
-        preprocessing_num_workers (int): processes that read and tokenise rows; 0: one for each core, at most 16
-        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a row's column of this name comes first
-        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data used whole in step 1 and in no other step
-        train_on_prompt (bool): take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and microsoft/LoRA by --obj jlm)
-        train_empty_think (bool): learn the empty thought that a chat template writes for an answer without one, as Qwen3's <think></think>, which teaches not to think
-        show (int): samples to show, token by token, with what is supervised
-        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): what makes samples of the rows: sequences, pairs, or prompts of step 3
-        seed (int): of --data_split and --eval_ratio
-        chat_template (str | None): file of a Jinja chat template, as in training
-        trust_remote_code (bool): run tokenizer code of a hub repository
+        max_seq_len (int): maximum number of tokens per row, prompt and completion together
+        columns (Sequence[str] | Mapping[str, str]): names of your columns, as in prompt=question completion=answer; here the prompt is read from the column question, in all data
+        eval_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): evaluation data, never trained on
+        packing (bool): pack several samples into rows of --max_seq_len; attention does not cross samples
+        eval_ratio (float): fraction of the rows held out for evaluation if there is no --eval_data_path, in [0, 1)
+        data_split_name (str | Sequence[str]): split of each --data_path that is a hub data set or a directory with splits, or one for all; default: train
+        data_weights (float | Sequence[float]): how often each --data_path is used per epoch, in the same order; default: 1 each
+        max_source_rows (int | Sequence[int]): use only the first N rows of each --data_path; one number for each, or one for all; 0: all
+        max_repeats (int | Sequence[int]): maximum number of times a row of each --data_path is used in the whole run; one number for each, or one for all; 0: no limit
+        data_split (str | None): proportions of the rows for steps 1, 2 and 3, such as 2,4,4; default: every step uses all rows
+        data_output_path (str | os.PathLike[str] | None): cache directory for tokenized data; default: ~/.cache/dschat_lora
+        overlong (Literal['split', 'drop', 'truncate', 'error']): what to do with samples longer than --max_seq_len: split cuts rows of `text` into pieces and drops other rows; drop drops all
+        bad_rows (Literal['stop', 'skip']): what to do at an unusable row
+        unpaired_rows (Literal['refuse', 'good_only', 'all']): what to do with answers that have a `label` (KTO rows): refuse to run, train only on those with label true, or train on all
+        preprocessing_num_workers (int): number of processes that read and tokenize rows; 0: one per core, at most 16
+        chat_template_kwargs (str | Mapping[str, Any] | None): JSON object of variables for the chat template, such as '{"enable_thinking": false}'; a column of this name in a row takes precedence
+        sft_only_data_path (str | os.PathLike[str] | Sequence[str | os.PathLike[str]]): further data, used in full in step 1 only
+        train_on_prompt (bool): compute the loss on the prompt too, also in evaluation (as DeepSpeed-Chat does, and microsoft/LoRA with --obj jlm)
+        train_empty_think (bool): train on the empty thought that a chat template adds to answers without one, such as Qwen3's <think></think>, which teaches the model not to think
+        show (int): number of samples to show token by token, with the supervised tokens marked
+        stage (Literal['sft', 'reward', 'dpo', 'rlhf', 'distill']): stage for which rows are prepared: as sequences, pairs, or prompts of step 3
+        seed (int): random seed of --data_split and --eval_ratio
+        chat_template (str | None): Jinja file with a chat template, as in training
+        trust_remote_code (bool): allow running tokenizer code from a hub repository
         add_eot_token (bool): as in training
         eot_token (str): as in training
-        near_duplicates (float | None): count rows whose text is near that of an earlier one: with at least this Jaccard similarity, in (0, 1], of their runs of 5 words, as 0.8
-        against (str | Sequence[str]): count rows that share a run of --against_ngram words with these evaluation data, named as in --data_path
-        against_ngram (int): words of a run; a shorter text is compared as a whole
-        language_rows (int): rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough
-        kept_path (str | os.PathLike[str] | None): .jsonl file for the rows that can be used and are neither duplicates nor, where these are counted, near duplicates or rows of --against
-        overwrite_kept_path (bool): replace a file that is at --kept_path
-        streaming (bool): read, tokenise and pack rows while training, at bounded memory, in place of preparing all of them before; needs --max_steps
-        shuffle_buffer_size (int): rows that --streaming shuffles and packs at a time, besides shards' order
-        allow_image_urls (bool): read pictures of rows from the network where they are http(s) addresses
-        max_image_pixels (int): most pixels of a picture, which is refused before it is decoded
+        near_duplicates (float | None): count near duplicates: rows whose word 5-grams have at least this Jaccard similarity to those of an earlier row, in (0, 1], such as 0.8
+        against (str | Sequence[str]): count contaminated rows: those that share --against_ngram consecutive words with this evaluation data, named as in --data_path
+        against_ngram (int): n-gram size of --against, in words; shorter texts are compared as a whole
+        language_rows (int): number of random rows whose language is detected; 0: none; 1000 is usually enough
+        kept_path (str | os.PathLike[str] | None): .jsonl file to write the usable rows to, without duplicates and, if they are counted, near duplicates and rows that overlap with --against
+        overwrite_kept_path (bool): overwrite an existing file at --kept_path
+        streaming (bool): read, tokenize and pack rows during training, in bounded memory, instead of preparing all of them first; needs --max_steps
+        shuffle_buffer_size (int): number of rows that --streaming shuffles and packs at a time; the order of shards is shuffled too
+        allow_image_urls (bool): download images whose rows give http(s) addresses
+        max_image_pixels (int): maximum number of pixels of an image; larger ones are rejected before decoding
     """
 
 def plan(
@@ -1840,9 +1840,9 @@ def tune(
     resume: bool = False,
     **options: object,
 ) -> Tuned:
-    """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
+    """Search for a stage's learning rate and, optionally, its rank and batch size by short runs.
 
-    Needs ``dschat_lora[planning]``. Runs are processes of their own; call it from the main thread.
+    Needs ``dschat_lora[planning]``. Runs are separate processes; call it from the main thread.
 
     Args:
         stage: "sft", "reward", "dpo", "rlhf" or "distill".
@@ -1920,42 +1920,42 @@ class Trainer(_Trainer):
         """Load the model, put in or continue its adapter, and build its engine.
 
         Options:
-            trust_remote_code (bool): run model code that comes with a hub repository
+            trust_remote_code (bool): allow running model code from a hub repository
             add_eot_token (bool): add --eot_token to the tokenizer and end every completion with it
-            eot_token (str): end-of-text token of --add_eot_token
-            chat_template (str | None): Jinja file that renders messages, in place of the tokenizer's own; saved with the result
-            dropout (float): every dropout probability of the base model, in [0, 1)
-            rope_scaling (str | None): JSON object by which rotary position embeddings reach longer rows, in transformers' words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that with which the adapter that is loaded was trained, else the model's own
-            per_device_train_batch_size (int): rows per device and micro-batch; of several samples if packed, else of one
-            seed (int): seed of initialisation, order and sampling
-            loraplus_lr_ratio (float): rate of lora_B over that of lora_A (LoRA+); 1 treats them alike
-            adam_beta1 (float): decay of the gradient's mean
-            adam_beta2 (float): decay of the gradient's square
-            adam_epsilon (float): added to the root of the second moment
-            max_grad_norm (float): gradients are clipped to this norm; 0: never
-            weight_decay (float): decoupled weight decay; biases and norms exempt
-            lora_dim (int | None): rank of the adapters; 0 trains every weight; default: 16 (training/ and --config: 0); the 0 is of the scripts of training/; by default an adapter that is continued keeps its rank
-            lora_alpha (float): the update is scaled by lora_alpha / lora_dim
-            target_modules (str | Sequence[str]): layers to adapt: all-linear, name endings, or one regular expression
+            eot_token (str): end-of-text token that --add_eot_token adds
+            chat_template (str | None): Jinja file with a chat template instead of the tokenizer's; saved with the model
+            dropout (float): dropout probability of the base model (all its dropout layers), in [0, 1)
+            rope_scaling (str | None): JSON object that extends rotary position embeddings to longer rows, as in transformers, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: that of the loaded adapter's training, else the model's own
+            per_device_train_batch_size (int): training batch size per device, in rows; of one micro-batch; a packed row holds several samples
+            seed (int): random seed of initialisation, data order and sampling
+            loraplus_lr_ratio (float): LoRA+: ratio of the learning rates of lora_B and lora_A
+            adam_beta1 (float): beta1 of AdamW
+            adam_beta2 (float): beta2 of AdamW
+            adam_epsilon (float): epsilon of AdamW
+            max_grad_norm (float): maximum gradient norm for clipping; 0: no clipping
+            weight_decay (float): decoupled weight decay, not applied to biases and norms
+            lora_dim (int | None): LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0); an adapter that is trained further keeps its rank
+            lora_alpha (float): LoRA alpha: the update is scaled by lora_alpha / lora_dim
+            target_modules (str | Sequence[str]): layers to adapt: all-linear, name suffixes, or one regular expression
             lora_dropout (float): dropout on the adapter's input, in [0, 1)
-            use_rslora (bool): scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
-            train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers
-            modules_to_save (str | Sequence[str]): name endings of modules to train in full and save with the adapter
-            enable_lora (str | Sequence[str]): q, k, v: the parts of a packed projection that get factors of their own; the layer has one pair for all of it when absent
-            expert_lora_dim (int | None): rank of each expert's update in a mixture of experts; 0 leaves experts frozen; default: lora_dim over the experts that a token is sent to, at least 1
-            expert_lora_alpha (float | None): the update of an expert is scaled by this over its rank; default: lora_alpha
-            only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: train it too)
-            per_device_eval_batch_size (int): rows per device in evaluation
-            base_bits (Literal[16, 4] | None): bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16; 4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which it was trained
-            zero_stage (Literal[0, 1, 2, 3] | None): ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0; over processes; default: what --deepspeed_config says, where it is given
-            gradient_checkpointing (bool | Literal['auto']): recompute activations to save memory; auto: where they would not fit; in the backward pass, instead of keeping them; without a value on; auto goes by an estimate, and on a GPU divides micro-batches whose size is not given, where that is faster
+            use_rslora (bool): scale the update by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)
+            train_bias (Literal['none', 'all', 'lora_only']): biases to train: none, all, or those of adapted layers (lora_only)
+            modules_to_save (str | Sequence[str]): name suffixes of modules to train in full and save with the adapter
+            enable_lora (str | Sequence[str]): parts (q, k, v) of a packed projection that get their own lora_A and lora_B; default: one pair for the whole layer
+            expert_lora_dim (int | None): LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by the number of active experts per token, at least 1
+            expert_lora_alpha (float | None): LoRA alpha of MoE experts; default: lora_alpha
+            only_optimize_lora (bool): freeze the base model when lora_dim > 0 (no-: also train it)
+            per_device_eval_batch_size (int): evaluation batch size per device
+            base_bits (Literal[16, 4] | None): bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16; 4 is NF4, for linear layers and experts of the transformer blocks
+            zero_stage (Literal[0, 1, 2, 3] | None): ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0; or that of --deepspeed_config
+            gradient_checkpointing (bool | Literal['auto']): recompute activations in the backward pass to save memory; auto: if they would not fit; without a value: on; auto uses an estimate, and on a GPU may split micro-batches instead if that is faster and their size is not given
             deepspeed_config (str | os.PathLike[str] | Mapping[str, Any] | None): DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
-            dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU
-            offload_activations (bool): keep the inputs of recomputed blocks in pinned host memory until the backward pass wants them; turns --gradient_checkpointing auto on
-            offload (bool): keep optimizer state (and, at stage 3, weights) in host memory
-            tensor_parallel_size (int): processes that hold one model between them, each a part of every layer; they see the same data
-            sequence_parallel (bool): with --tensor_parallel_size above 1: between the layers each process keeps its share of the tokens alone
-            distributed_timeout (float): seconds after which a process that is not heard of ends the run (300 at least until the first step is over)
-            attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention kernel; auto: sdpa where the architecture has it, else eager; sdpa computes each sequence of a row alone where it can, flex_attention is for GPUs where it cannot
+            dtype (Literal['auto', 'fp32', 'bf16', 'fp16']): compute dtype; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPU
+            offload_activations (bool): offload the checkpointed activations to pinned host memory until the backward pass; turns --gradient_checkpointing auto on
+            offload (bool): offload optimizer states (and, at stage 3, weights) to host memory
+            tensor_parallel_size (int): number of processes over which each layer is split; they process the same data
+            sequence_parallel (bool): with --tensor_parallel_size above 1: split the activations between layers by tokens
+            distributed_timeout (float): seconds without a sign of life from a process after which the run ends (at least 300 until the first step is done)
+            attn_implementation (Literal['auto', 'sdpa', 'flex_attention', 'eager']): attention implementation; auto: sdpa if the architecture supports it, else eager; sdpa computes the sequences of a packed row separately if it can; flex_attention is for GPUs if it cannot
             lora_module_name (str | None): adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)
         """

@@ -31,11 +31,11 @@ def _run(verb: str, argv: list[str]) -> None:
     elif argv == ["--version"]:
         log_once(f"dschat-lora {__version__}")
     elif not argv:
-        raise ValueError("no verb is given, such as sft or demo; dschat-lora --help lists them")
+        raise ValueError("no command given, such as sft or demo; dschat-lora --help lists them")
     else:
         close = get_close_matches(argv[0], [*VERBS, *verbs()], 1)
         meant = f"did you mean {close[0]}?" if close else "dschat-lora --help lists them"
-        raise ValueError(f"{argv[0]} is no verb; {meant}")
+        raise ValueError(f"unknown command {argv[0]}; {meant}")
 
 
 def path_of(verb: str) -> str:
@@ -50,7 +50,7 @@ def path_of(verb: str) -> str:
 
 
 def _show_help() -> None:
-    log_once("usage: dschat-lora VERB ...; dschat-lora VERB --help says more")
+    log_once("usage: dschat-lora VERB ...; dschat-lora VERB --help lists its options")
     for title, own in GROUPS.items():
         log_once(f"\n{title}:")
         for name, summary in own.items():

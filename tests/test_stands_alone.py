@@ -110,7 +110,7 @@ def test_a_verb_that_is_gone_and_a_function_say_so_in_a_line(alone):
         assert code == 2
         assert said == f"error: dschat-lora {verb} is an add-on that is not installed\n"
     (code, said), (_, page) = commands(alone, ["srve"], ["--help"])
-    assert (code, said) == (2, "error: srve is no verb; did you mean serve?\n")
+    assert (code, said) == (2, "error: unknown command srve; did you mean serve?\n")
     assert "generate" in page
     (alone / "functions.py").write_text(
         f"import dschat_lora as dl\nfor name in {FUNCTIONS}:\n"

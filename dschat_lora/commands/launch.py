@@ -27,10 +27,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class LauncherConfig:
     """Arguments of the deepspeed launcher."""
 
-    num_gpus: int | None = option(None, help="processes on a machine, one for each GPU")
-    master_port: int | None = option(None, help="port at which processes meet")
+    num_gpus: int | None = option(None, help="number of processes per machine, one per GPU")
+    master_port: int | None = option(None, help="port for communication between processes")
     include: str | None = option(None, help="machines and GPUs to use, such as host:0,1")
-    hostfile: str | None = option(None, help="file of machines and their number of GPUs")
+    hostfile: str | None = option(None, help="file with the machines and their numbers of GPUs")
 
     def __post_init__(self) -> None:
         require(self.num_gpus is None or self.num_gpus >= 1, "num_gpus", self.num_gpus, ">= 1")

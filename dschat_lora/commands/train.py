@@ -13,8 +13,8 @@ from dschat_lora.runtime.stage_main import exits, late, prepare_process, run_mai
 
 _PROCESSES = """
 
-One process runs, unless --num_gpus N, --include HOST:GPU, --hostfile FILE or --master_port PORT
-ask for DeepSpeed's launcher, whose options they are."""
+The stage runs in one process, unless --num_gpus N, --include HOST:GPU, --hostfile FILE or
+--master_port PORT is given: then DeepSpeed's launcher starts it."""
 
 
 def run_stage(

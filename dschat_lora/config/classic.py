@@ -26,53 +26,54 @@ class ClassicConfig:
 
     only_optimize_lora: bool = option(
         True,
-        help="freeze base models that have an adapter (no-: train them too)",
+        help="freeze base models that have an adapter (no-: also train them)",
         section="LoRA",
         when="actor_lora_dim or critic_lora_dim",
     )
     enable_ema: bool = option(
-        False, help="keep a moving average of the actor, written to actor_ema/", section="training"
+        False,
+        help="keep an exponential moving average of the actor, saved to actor_ema/",
+        section="training",
     )
     ema_decay: float = option(
         0.992,
-        help="share of the average that stays at a step",
+        help="decay of the moving average",
         section="training",
         when="enable_ema",
     )
     log_rollouts: int = option(
         128,
-        help="responses of an iteration that are kept in rollouts.jsonl.gz; 0: none",
+        help="number of responses per iteration logged to rollouts.jsonl.gz; 0: none",
         section="logging",
     )
     print_answers: bool = option(
-        False, help="show a response at every iteration", section="logging"
+        False, help="print a response at every iteration", section="logging"
     )
     print_answers_interval: int = option(
         10,
-        help="iterations between shown responses; 0: never",
+        help="iterations between printed responses; 0: never",
         section="logging",
         when="not print_answers",
     )
     enable_test_mode: bool = classic(False, help="stop after --test_stop_step optimizer steps")
     test_stop_step: int = classic(
-        0, help="optimizer steps of --enable_test_mode", when="enable_test_mode"
+        0, help="number of optimizer steps of --enable_test_mode", when="enable_test_mode"
     )
-    num_padding_at_beginning: int = accepted(1, "; nothing is guessed from padding")
-    align_overflow: bool = accepted(False, "; a loss that is not finite skips both steps")
+    num_padding_at_beginning: int = accepted(1, "; nothing is inferred from padding")
+    align_overflow: bool = accepted(False, "; a non-finite loss skips both steps")
     offload_reference_model: bool = accepted(False, "; the reference shares the actor's base")
     offload_reward_model: bool = accepted(False, "; the reward model shares the critic's base")
-    enable_hybrid_engine: bool = accepted(False, "; rollouts have a decode loop of their own")
+    enable_hybrid_engine: bool = accepted(False, "; rollouts have their own decode loop")
     unpin_actor_parameters: bool = accepted(False, ", for its hybrid engine")
     release_inference_cache: bool = option(
         False,
-        help="free the cache of keys and values before each update (by default it is kept on a "
-        "GPU that has room for it)",
+        help="free the KV cache before each update (default: keep it if the GPU has room for it)",
         section="memory and processes",
     )
     inference_tp_size: int = classic(
         1,
-        help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts run on the processes "
-        "that hold the model (--tensor_parallel_size)",
+        help="accepted from DeepSpeed-Chat, for its hybrid engine; rollouts use the processes that "
+        "hold the model (--tensor_parallel_size)",
         when=_inference_size_note,
     )
     tp_gather_partition_size: int = accepted(8, ", for its hybrid engine")

@@ -36,64 +36,66 @@ class SourceConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        help="files (.jsonl, .csv, .parquet, ...), directories or hub data sets; the bundled data "
-        "when absent\nfiles may be .jsonl .json .csv .parquet .arrow .txt .tar, also by patterns "
-        "such as 'data/*.jsonl'; hub data sets are org/name[[:config]:split]; each may end in its "
-        "share of a mixture, as in a.jsonl:0.6 b/:0.4",
+        help="files (.jsonl, .csv, .parquet, ...), directories or hub data sets; default: the "
+        "bundled data\nfiles may be .jsonl .json .csv .parquet .arrow .txt .tar, or patterns "
+        "such as 'data/*.jsonl'; hub data sets are org/name[[:config]:split]; each may end in "
+        "its fraction of a mixture, as in a.jsonl:0.6 b/:0.4",
     )
     data_split_name: tuple[str, ...] = option(
         (),
         help="split of each --data_path that is a hub data set or a directory with splits, or one "
-        "for all; train when absent",
+        "for all; default: train",
     )
     columns: tuple[str, ...] = option(
         (),
-        help="names of your columns, as in prompt=question completion=answer\nwith these the "
-        "prompt is read from the column question, in all data",
+        help="names of your columns, as in prompt=question completion=answer\nhere the prompt is "
+        "read from the column question, in all data",
     )
     data_weights: tuple[float, ...] = option(
-        (), help="times each --data_path is used per epoch, in its order; 1 each when absent"
+        (), help="how often each --data_path is used per epoch, in the same order; default: 1 each"
     )
     max_source_rows: tuple[int, ...] = option(
-        (), help="most rows of each --data_path, its first ones, or one number for all; 0: all"
+        (),
+        help="use only the first N rows of each --data_path; one number for each, or one for all; "
+        "0: all",
     )
     max_repeats: tuple[int, ...] = option(
         (),
-        help="times that a row of each --data_path may be used in the whole run at most, or one "
-        "number for all; 0 or absent: no bound",
+        help="maximum number of times a row of each --data_path is used in the whole run; one "
+        "number for each, or one for all; 0: no limit",
     )
-    eval_data_path: tuple[str, ...] = option((), help="held-out data, never trained on")
+    eval_data_path: tuple[str, ...] = option((), help="evaluation data, never trained on")
     eval_ratio: float = option(
-        0.05, help="held-out share of the rows where no --eval_data_path is given, in [0, 1)"
+        0.05,
+        help="fraction of the rows held out for evaluation if there is no --eval_data_path, in [0, "
+        "1)",
     )
     data_split: str | None = option(
         None,
-        help="shares of the rows for steps 1, 2 and 3, such as 2,4,4; every step uses all "
-        "rows when absent",
+        help="proportions of the rows for steps 1, 2 and 3, such as 2,4,4; default: every step "
+        "uses all rows",
     )
     data_output_path: str | None = option(
-        None, help="cache of tokenised data; default ~/.cache/dschat_lora", runs="file"
+        None, help="cache directory for tokenized data; default: ~/.cache/dschat_lora", runs="file"
     )
     overlong: Overlong = option(
         "split",
-        help="what happens to samples longer than --max_seq_len: split cuts rows of `text` into "
-        "pieces and drops others, drop drops all",
+        help="what to do with samples longer than --max_seq_len: split cuts rows of `text` into "
+        "pieces and drops other rows; drop drops all",
     )
-    bad_rows: Literal["stop", "skip"] = option(
-        "stop", help="what happens at a row that cannot be used"
-    )
+    bad_rows: Literal["stop", "skip"] = option("stop", help="what to do at an unusable row")
     unpaired_rows: UnpairedRows = option(
         "refuse",
-        help="what is learnt of answers with a `label` (rows for KTO): nothing (the run stops), "
-        "those with label true, or all, whatever the label",
+        help="what to do with answers that have a `label` (KTO rows): refuse to run, train only on "
+        "those with label true, or train on all",
     )
     preprocessing_num_workers: int = option(
-        0, help="processes that read and tokenise rows; 0: one for each core, at most 16"
+        0, help="number of processes that read and tokenize rows; 0: one per core, at most 16"
     )
     chat_template_kwargs: str | None = option(
         None,
-        help="JSON object of variables for the chat template, such as "
-        """'{"enable_thinking": false}'; a row's column of this name comes first""",
+        help='JSON object of variables for the chat template, such as \'{"enable_thinking": '
+        "false}'; a column of this name in a row takes precedence",
     )
     # what reads training sources on behind their first rows, which alone are prepared:
     # see :class:`dschat_lora.data.loader.Tail`
@@ -145,21 +147,24 @@ class DataConfig(SourceConfig):
     """Rows as sequences to train on."""
 
     sft_only_data_path: tuple[str, ...] = option(
-        (), help="further data used whole in step 1 and in no other step"
+        (), help="further data, used in full in step 1 only"
     )
-    max_seq_len: int = option(512, help="tokens per row, prompt and completion together")
+    max_seq_len: int = option(
+        512, help="maximum number of tokens per row, prompt and completion together"
+    )
     train_on_prompt: bool = option(
         False,
-        help="take the loss on the prompt too, in evaluation as well (as DeepSpeed-Chat, and "
-        "microsoft/LoRA by --obj jlm)",
+        help="compute the loss on the prompt too, also in evaluation (as DeepSpeed-Chat does, and "
+        "microsoft/LoRA with --obj jlm)",
     )
     train_empty_think: bool = option(
         False,
-        help="learn the empty thought that a chat template writes for an answer without one, as "
-        "Qwen3's <think></think>, which teaches not to think",
+        help="train on the empty thought that a chat template adds to answers without one, such as "
+        "Qwen3's <think></think>, which teaches the model not to think",
     )
     packing: bool = option(
-        True, help="fill rows of --max_seq_len with several samples\nthe mask keeps them apart"
+        True,
+        help="pack several samples into rows of --max_seq_len\nattention does not cross samples",
     )
     eos_after_prompt: bool = hidden(False)  # the sign between the two of GPT-2 on tables of data
 

@@ -20,10 +20,7 @@ Scheduler = Literal[
 # In the description of an adapter that has them: PEFT's rank_pattern and alpha_pattern.
 OWN_SETTINGS = "modules of another rank or alpha"
 # of an adapter, where none is given
-DEFAULT_RANK = (
-    "16 (training/ and --config: 0)\nthe 0 is of the scripts of training/; by default an adapter "
-    "that is continued keeps its rank"
-)
+DEFAULT_RANK = "16 (training/ and --config: 0)\nan adapter that is trained further keeps its rank"
 of_adapters = partial(option, when="lora_dim")
 
 
@@ -71,54 +68,53 @@ class LoadConfig:
 
     dtype: Dtype = option(
         "auto",
-        help="compute type; auto: bf16 where the GPU has it, fp16 on older GPUs, fp32 on CPU",
+        help="compute dtype; auto: bf16 on GPUs that support it, fp16 on older GPUs, fp32 on CPU",
         section=PROCESSES,
     )
     attn_implementation: Literal["auto", "sdpa", "flex_attention", "eager"] = option(
         "auto",
-        help="attention kernel; auto: sdpa where the architecture has it, else eager; sdpa "
-        "computes each sequence of a row alone where it can, flex_attention is for GPUs where it "
-        "cannot",
+        help="attention implementation; auto: sdpa if the architecture supports it, else eager; "
+        "sdpa computes the sequences of a packed row separately if it can; flex_attention is "
+        "for GPUs if it cannot",
         section=PROCESSES,
-        hint="sdpa runs PyTorch's flash attention where the GPU has it, of packed rows too",
+        hint="sdpa uses PyTorch's flash attention if the GPU supports it, also for packed rows",
     )
     trust_remote_code: bool = option(
-        False, help="run model code that comes with a hub repository", runs="code"
+        False, help="allow running model code from a hub repository", runs="code"
     )
     base_bits: Literal[16, 4] | None = option(
         None,
-        help="bits of the frozen base: 16, or 4 (QLoRA); default: the loaded adapter's, else 16\n"
-        "4 is NF4, for linear layers and experts of the blocks; an adapter's are those with which "
-        "it was trained",
+        help="bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter "
+        "was trained with, else 16\n4 is NF4, for linear layers and experts of the "
+        "transformer blocks",
         section=PROCESSES,
     )
     add_eot_token: bool = option(
         False, help="add --eot_token to the tokenizer and end every completion with it"
     )
     eot_token: str = option(
-        "<|endoftext|>", help="end-of-text token of --add_eot_token", when="add_eot_token"
+        "<|endoftext|>", help="end-of-text token that --add_eot_token adds", when="add_eot_token"
     )
     chat_template: str | None = option(
         None,
-        help="Jinja file that renders messages, in place of the tokenizer's own; saved with the "
-        "result",
+        help="Jinja file with a chat template instead of the tokenizer's; saved with the model",
     )
     fused_kernels: Literal["auto", "on", "off"] = option(
         "auto",
-        help="compute RMSNorm, SwiGLU and rotary embeddings by fewer kernels, where the "
-        "architecture's are found equal to them; auto: on a GPU",
+        help="use fused kernels for RMSNorm, SwiGLU and rotary embeddings if they match the "
+        "architecture's own; auto: on a GPU",
         section=PROCESSES,
     )
     compile: bool = option(
         False,
-        help="compile the model's blocks (torch.compile): slow to start, faster from then on",
+        help="compile the transformer blocks with torch.compile: slower start, faster steps",
         section=PROCESSES,
     )
     training_graphs: Literal["auto", "on", "off"] = option(
         "auto",
-        help="replay the passes of training below the head as CUDA graphs; auto: where launching "
-        "kernels would take longer than their work\nmicro-batches are padded to a few shapes; at "
-        "ZeRO 0, without dropout",
+        help="replay the forward and backward pass below the head as CUDA graphs; auto: if "
+        "launching kernels would take longer than running them\nmicro-batches are padded to a "
+        "few shapes; needs ZeRO 0 and no dropout",
         section=PROCESSES,
     )
     compute_fp32_loss: bool = classic(
@@ -138,32 +134,33 @@ class ModelConfig(LoadConfig):
 
     model_name_or_path: str | None = option(
         None,
-        help="hub name, model directory or output of an earlier stage; the bundled tiny model when "
-        "absent\nor a GGUF file, one of the hub as repository:file.gguf",
+        help="hub name, model directory or output of an earlier stage; default: the bundled tiny "
+        "model\nor a GGUF file, from the hub as repository:file.gguf",
     )
     gradient_checkpointing: Switch = option(
         "auto",
-        help="recompute activations to save memory; auto: where they would not fit\nin the "
-        "backward pass, instead of keeping them; without a value on; auto goes by an estimate, and "
-        "on a GPU divides micro-batches whose size is not given, where that is faster",
+        help="recompute activations in the backward pass to save memory; auto: if they would not "
+        "fit\nwithout a value: on; auto uses an estimate, and on a GPU may split "
+        "micro-batches instead if that is faster and their size is not given",
         section=PROCESSES,
     )
-    dropout: float = option(0.0, help="every dropout probability of the base model, in [0, 1)")
+    dropout: float = option(
+        0.0, help="dropout probability of the base model (all its dropout layers), in [0, 1)"
+    )
     router_aux_loss_coef: float = option(
         0.0,
-        help="SFT's loss grows by this times the load-balancing loss that the model has for its "
-        "experts; 0: without",
+        help="SFT: coefficient of the model's load-balancing loss for MoE experts; 0: not added",
     )
     rope_scaling: str | None = option(
         None,
-        help="JSON object by which rotary position embeddings reach longer rows, in transformers' "
-        """words, such as '{"rope_type": "yarn", "factor": 4.0}' (or linear, llama3); default: """
-        "that with which the adapter that is loaded was trained, else the model's own",
+        help="JSON object that extends rotary position embeddings to longer rows, as in "
+        'transformers, such as \'{"rope_type": "yarn", "factor": 4.0}\' (or linear, llama3); '
+        "default: that of the loaded adapter's training, else the model's own",
     )
     neftune_noise_alpha: float = option(
         0.0,
-        help="SFT: uniform noise of up to this / sqrt(L d) on the embeddings in training (NEFTune; "
-        "5 to 15), L the tokens of a sequence and d the width; 0: none",
+        help="SFT: NEFTune noise alpha (5 to 15): add uniform noise of up to alpha / sqrt(L d) to "
+        "the embeddings in training, for L tokens of width d; 0: none",
     )
 
     def __post_init__(self) -> None:
@@ -177,41 +174,42 @@ class ModelConfig(LoadConfig):
 class LoraConfig:
     section = "LoRA"
 
-    lora_dim: int = option(
-        0, help="rank of the adapters; 0 trains every weight", settled=DEFAULT_RANK
+    lora_dim: int = option(0, help="LoRA rank; 0 trains all weights", settled=DEFAULT_RANK)
+    lora_alpha: float = of_adapters(
+        32.0, help="LoRA alpha: the update is scaled by lora_alpha / lora_dim"
     )
-    lora_alpha: float = of_adapters(32.0, help="the update is scaled by lora_alpha / lora_dim")
     lora_dropout: float = of_adapters(0.0, help="dropout on the adapter's input, in [0, 1)")
     use_rslora: bool = of_adapters(
-        False, help="scale by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)"
+        False, help="scale the update by lora_alpha / sqrt(lora_dim) (rank-stabilised LoRA)"
     )
     target_modules: tuple[str, ...] = option(
-        ("all-linear",), help="layers to adapt: all-linear, name endings, or one regular expression"
+        ("all-linear",),
+        help="layers to adapt: all-linear, name suffixes, or one regular expression",
     )
     lora_module_name: str | None = classic(
         None, help="adapt the linear layers whose name contains this (DeepSpeed-Chat's rule)"
     )
     train_bias: Literal["none", "all", "lora_only"] = of_adapters(
-        "none", help="biases to train: none, all, or those of adapted layers"
+        "none", help="biases to train: none, all, or those of adapted layers (lora_only)"
     )
     modules_to_save: tuple[str, ...] = option(
-        (), help="name endings of modules to train in full and save with the adapter"
+        (), help="name suffixes of modules to train in full and save with the adapter"
     )
     enable_lora: tuple[str, ...] = of_adapters(
         (),
-        help="q, k, v: the parts of a packed projection that get factors of their own; the layer "
-        "has one pair for all of it when absent",
+        help="parts (q, k, v) of a packed projection that get their own lora_A and lora_B; "
+        "default: one pair for the whole layer",
     )
     expert_lora_dim: int | None = option(
         None,
-        help="rank of each expert's update in a mixture of experts; 0 leaves experts frozen; "
-        "default: lora_dim over the experts that a token is sent to, at least 1",
+        help="LoRA rank of each MoE expert; 0 leaves experts frozen; default: lora_dim divided by "
+        "the number of active experts per token, at least 1",
     )
     expert_lora_alpha: float | None = option(
-        None, help="the update of an expert is scaled by this over its rank; default: lora_alpha"
+        None, help="LoRA alpha of MoE experts; default: lora_alpha"
     )
     only_optimize_lora: bool = of_adapters(
-        True, help="freeze the base model when lora_dim > 0 (no-: train it too)"
+        True, help="freeze the base model when lora_dim > 0 (no-: also train it)"
     )
     # By whole name, modules of another rank or alpha than these: an adapter of PEFT has such.
     ranks: tuple[tuple[str, int], ...] = hidden(())
@@ -261,13 +259,15 @@ class BatchConfig:
     section = "training"
 
     per_device_train_batch_size: int = option(
-        16, help="rows per device and micro-batch\nof several samples if packed, else of one"
+        16,
+        help="training batch size per device, in rows\nof one micro-batch; a packed row holds "
+        "several samples",
     )
     tokens_per_device: int = option(
-        0, help="tokens per device and micro-batch, instead of a number of rows; 0: by rows"
+        0, help="tokens per device and micro-batch, instead of a fixed number of rows; 0: by rows"
     )
     per_device_eval_batch_size: int = option(
-        16, help="rows per device in evaluation", section=EVALUATION
+        16, help="evaluation batch size per device", section=EVALUATION
     )
     gradient_accumulation_steps: int = option(1, help="micro-batches per optimizer step")
 
@@ -284,23 +284,23 @@ class ScheduleConfig:
     section = "training"
 
     loraplus_lr_ratio: float = of_adapters(
-        1.0, help="rate of lora_B over that of lora_A (LoRA+); 1 treats them alike"
+        1.0, help="LoRA+: ratio of the learning rates of lora_B and lora_A"
     )
-    adam_beta1: float = option(0.9, help="decay of the gradient's mean")
-    adam_beta2: float = option(0.95, help="decay of the gradient's square")
-    adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
-    max_grad_norm: float = option(1.0, help="gradients are clipped to this norm; 0: never")
-    lr_scheduler_type: Scheduler = option("cosine", help="shape of the rate over the steps")
+    adam_beta1: float = option(0.9, help="beta1 of AdamW")
+    adam_beta2: float = option(0.95, help="beta2 of AdamW")
+    adam_epsilon: float = option(1e-8, help="epsilon of AdamW")
+    max_grad_norm: float = option(1.0, help="maximum gradient norm for clipping; 0: no clipping")
+    lr_scheduler_type: Scheduler = option("cosine", help="type of learning-rate schedule")
     num_warmup_steps: int = option(
-        0, help="optimizer steps of linear warm-up", when="not lr_scheduler_type=constant"
+        0, help="number of optimizer steps of linear warm-up", when="not lr_scheduler_type=constant"
     )
     num_train_epochs: int = option(
         1,
-        help="passes over data; 0 evaluates only",
+        help="number of training epochs; 0: evaluate only",
         hint="--max_steps N ends a run within an epoch",
     )
     max_steps: int = option(
-        0, help="optimizer steps to train for, whatever the epochs; 0: by epochs"
+        0, help="number of optimizer steps; overrides --num_train_epochs; 0: by epochs"
     )
     correct_bias: bool = hidden(True)  # of Adam's moments, which start at zero
     decay_after_update: bool = hidden(False)  # AdamW decays before
@@ -318,30 +318,34 @@ class OptimConfig(ScheduleConfig):
 
     learning_rate: Rate = option(
         5e-5,
-        help="peak rate of adapters (unless given 5e-4, DPO 1e-5) or of base weights\nof adapters "
-        "where they alone train, but in the scripts of training/; auto: by published rules for "
-        "width and stage, that of adapters too",
+        help="peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights\nof "
+        "adapters if only they are trained, except in the scripts of training/; auto: by "
+        "published rules for width and stage, for adapters too",
         when=base_rate_note,
     )
     lora_learning_rate: float | None = of_adapters(
         None,
-        help="peak rate of the adapters; default: --learning_rate if given, 5e-4, DPO 1e-5",
+        help="peak learning rate of the adapters; default: --learning_rate if given, else 5e-4 "
+        "(DPO 1e-5)",
         replaces=("lora_lr_multiplier",),
     )
     lora_lr_multiplier: float | None = of_adapters(
         None,
-        help="adapters train at this multiple of --learning_rate; measured best: about 10, up to "
-        "15 in runs of 100 steps; to be cautious: 2 to 3",
+        help="learning rate of the adapters as a multiple of --learning_rate; best measured: about "
+        "10, up to 15 in runs of 100 steps; 2 to 3 is cautious",
         replaces=("lora_learning_rate",),
     )
     expert_learning_rate: float | None = option(
-        None, help="peak rate of experts' adapters in a mixture; default: that of the adapters"
+        None,
+        help="peak learning rate of the adapters of MoE experts; default: that of the adapters",
     )
-    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
+    weight_decay: float = option(
+        0.0, help="decoupled weight decay, not applied to biases and norms"
+    )
     early_stopping_patience: int = option(
         0,
-        help="end the run once this many evaluations in a row had no lower held-out loss than the "
-        "lowest before; 0: never",
+        help="stop after this many consecutive evaluations without a new lowest held-out loss; 0: "
+        "never",
     )
     default_lora_learning_rate: float | None = hidden(5e-4)  # None: that of base weights
     # of base weights and of adapters, by --learning_rate auto; None until the model is known
@@ -365,35 +369,33 @@ class ParallelConfig:
 
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None,
-        help="ZeRO: 1 shards optimizer state, 2 gradients too, 3 weights too; default: 0\nover "
-        "processes; default: what --deepspeed_config says, where it is given",
+        help="ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also "
+        "weights; default: 0\nor that of --deepspeed_config",
         replaces=("deepspeed_config",),
     )
     offload: bool = option(
         False,
-        help="keep optimizer state (and, at stage 3, weights) in host memory",
+        help="offload optimizer states (and, at stage 3, weights) to host memory",
         replaces=("deepspeed_config",),
     )
     offload_activations: bool = option(
         False,
-        help="keep the inputs of recomputed blocks in pinned host memory until the backward pass "
-        "wants them; turns --gradient_checkpointing auto on",
+        help="offload the checkpointed activations to pinned host memory until the backward pass; "
+        "turns --gradient_checkpointing auto on",
     )
     tensor_parallel_size: int = option(
         1,
-        help="processes that hold one model between them, each a part of every layer; they see "
-        "the same data",
+        help="number of processes over which each layer is split; they process the same data",
     )
     sequence_parallel: bool = option(
         False,
-        help="with --tensor_parallel_size above 1: between the layers each process keeps its "
-        "share of the tokens alone",
+        help="with --tensor_parallel_size above 1: split the activations between layers by tokens",
         when="tensor_parallel_size>1",
     )
     context_parallel_size: int = option(
         1,
-        help="SFT, reward, DPO: processes that divide the tokens of each row among them, for long "
-        "rows; attention is exact over the whole of it",
+        help="SFT, reward, DPO: number of processes over which the tokens of each row are split, "
+        "for long rows; attention stays exact over the whole row",
     )
     deepspeed_config: str | None = option(
         None,
@@ -402,7 +404,7 @@ class ParallelConfig:
     )
     deepspeed: bool = classic(
         False,
-        help="accepted from DeepSpeed; it is always used",
+        help="accepted from DeepSpeed, which is always used",
         hint="--deepspeed_config FILE takes a JSON file",
     )
 
@@ -430,53 +432,58 @@ class RunConfig:
     section = "output and checkpoints"
 
     output_dir: str | None = option(
-        None, help="what the run writes; default: the first free of output/STAGE, -2, -3, ..."
+        None, help="output directory; default: the first free one of output/STAGE, -2, -3, ..."
     )
     overwrite_output_dir: bool = option(
-        False, help="delete what an earlier run left in --output_dir", when="output_dir"
+        False, help="overwrite the files of an earlier run in --output_dir", when="output_dir"
     )
     resume_from_checkpoint: str | None = option(
         None,
-        help="go on from a checkpoint: latest, auto (or a fresh start where there is none), or a "
-        "path\nlatest and auto take the newest sound one of --output_dir",
-        hint="latest goes on from the newest sound checkpoint",
+        help="resume from a checkpoint: latest, auto (a new run if there is none), or a "
+        "path\nlatest and auto take the newest valid one in --output_dir",
+        hint="latest resumes from the newest valid checkpoint",
     )
     accept_changed_data: bool = option(
         False,
-        help="with --resume_from_checkpoint: go on where the data are not those of the checkpoint, "
-        "or cannot be compared with them",
+        help="with --resume_from_checkpoint: resume even if the data has changed since the "
+        "checkpoint, or cannot be compared",
     )
     save_interval: int = option(500, help="optimizer steps between checkpoints; 0: by time only")
-    save_minutes: float = option(10.0, help="a checkpoint at least this often; 0: by steps only")
-    save_total_limit: int = option(3, help="newest checkpoints that are kept; 0: all")
-    seed: int = option(1234, help="seed of initialisation, order and sampling", section="training")
-    logging_steps: int = option(1, help="optimizer steps between printed lines", section=LOGGING)
+    save_minutes: float = option(10.0, help="maximum minutes between checkpoints; 0: by steps only")
+    save_total_limit: int = option(3, help="number of newest checkpoints to keep; 0: all")
+    seed: int = option(
+        1234, help="random seed of initialisation, data order and sampling", section="training"
+    )
+    logging_steps: int = option(1, help="optimizer steps between logged lines", section=LOGGING)
     eval_interval: int = option(
         0,
         help="optimizer steps between evaluations; 0: at the start, each epoch and the end",
         section=EVALUATION,
     )
-    eval_iters: int = option(0, help="evaluation batches per device; 0: all", section=EVALUATION)
+    eval_iters: int = option(
+        0, help="maximum number of evaluation batches per device; 0: all", section=EVALUATION
+    )
     sample_generations: int = option(
-        2, help="held-out prompts answered before and after training", section=EVALUATION
+        2, help="number of held-out prompts answered before and after training", section=EVALUATION
     )
     merge_adapter: bool = of_adapters(
-        False, help="also write base and adapter merged as a transformers model"
+        False, help="also save the adapter merged into the base, as a transformers model"
     )
     merge_max_kl: float = option(
         0.01,
-        help="refuse a merge that moves the distribution by more (nats per token)",
+        help="refuse a merge that changes the output distribution by more than this KL divergence "
+        "(nats per token)",
         when="merge_adapter or not only_optimize_lora",
     )
     print_loss: bool = classic(False, help="print the loss at every optimizer step")
     distributed_timeout: float = option(
         120.0,
-        help="seconds after which a process that is not heard of ends the run (300 at least until "
-        "the first step is over)",
+        help="seconds without a sign of life from a process after which the run ends (at least 300 "
+        "until the first step is done)",
         section=PROCESSES,
     )
     dry_run: bool = option(
-        False, help="check everything but the weights, say what the run would do, and stop"
+        False, help="check options and data, print what the run would do, and exit"
     )
     verbose: bool = option(False, help="with --dry_run: list all options", when="dry_run")
 

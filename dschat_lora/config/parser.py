@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
             nargs="?",
             metavar="WORD",
             default=argparse.SUPPRESS,
-            help="this, all options, or those that have a word",
+            help="show this help, all options, or those matching a word",
         )
         # By default -1e-4 is taken for an option.
         self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
@@ -168,12 +168,12 @@ class Parser(argparse.ArgumentParser):
             listed += shown
         if not listed:
             raise ValueError(
-                f"--help {self.asked}: no option and no heading has the word; --help all shows all"
+                f"--help {self.asked}: no option or heading contains this word; see --help all"
             )
         if in_short and left:
             formatter.add_text(
-                f"{sum(left.values())} more options: --help all shows all, --help WORD those under "
-                "a heading or with the word in their names, as in --help lora. By heading: "
+                f"{sum(left.values())} more options: --help all shows all of them; --help WORD "
+                "those whose heading or name contains WORD, as in --help lora. By heading: "
                 f"{', '.join(f'{title} {count}' for title, count in left.items())}."
             )
         return formatter.format_help()
@@ -234,7 +234,7 @@ class Parser(argparse.ArgumentParser):
         if not choices or len(flags) * len(shared["metavar"]) > 40:
             shared["metavar"] = {int: "N", float: "X"}.get(kind, "NAME" if choices else "TEXT")
             names = field.metadata.get("names", ())
-            own = ("or module:object of your own",) if names else ()
+            own = ("or your own module:object",) if names else ()
             shared["help"] = option_help(field, (*choices, *names, *own))
         if many:
             shared["nargs"] = "*"

@@ -14,9 +14,9 @@ class PromptConfig(SourceConfig):
     section = "data"
 
     max_prompt_seq_len: int = option(
-        256, help="most tokens of a prompt; longer ones follow --overlong"
+        256, help="maximum number of tokens of a prompt; --overlong applies to longer ones"
     )
-    max_answer_seq_len: int = option(256, help="most tokens of a response")
+    max_answer_seq_len: int = option(256, help="maximum number of tokens of a response")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,14 +41,15 @@ class PretrainingConfig:
     section = "algorithm"
 
     unsupervised_dataset_name: str | None = option(
-        None, help="text to mix in: files, a directory or a hub data set (name:configuration)"
+        None,
+        help="pretraining text to mix in: files, a directory or a hub data set (name:config)",
     )
     unsupervised_dataset_config_name: str | None = option(
         None, help="configuration of a hub data set, as in name:configuration"
     )
     unsup_coef: float = option(
         27.8,
-        help="weight of its loss per token beside the policy's",
+        help="coefficient of the pretraining loss per token, relative to the policy loss",
         when="unsupervised_dataset_name",
     )
 

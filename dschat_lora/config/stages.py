@@ -41,7 +41,7 @@ class PairConfig:
     num_padding_at_beginning: int = accepted(1, "; nothing is guessed from padding")
     share_prompt: bool = option(
         True,
-        help="compute what both answers of a pair begin with once (no-: each answer has its own)",
+        help="compute the common prompt of a pair once (no-: once per answer)",
     )
 
 
@@ -51,11 +51,14 @@ class RewardConfig:
 
     reward_loss: Literal["bradley_terry", "per_token"] = option(
         "bradley_terry",
-        help="bradley_terry compares the scores at the end of two answers; per_token is "
-        "DeepSpeed-Chat's loss\nwhich compares them at each token from the first difference on",
+        help="loss of the reward model; bradley_terry compares the scores at the ends of the two "
+        "answers; per_token is DeepSpeed-Chat's loss\nwhich compares them at each token from "
+        "the first difference on",
     )
     center_rewards_coefficient: float = option(
-        0.0, help="weight of the squared sum of a pair's scores, which keeps them around zero"
+        0.0,
+        help="coefficient of the squared sum of a pair's scores, which keeps scores centered "
+        "around 0",
     )
 
     def __post_init__(self) -> None:
@@ -95,32 +98,35 @@ class DpoConfig:
 
     beta: float = option(
         0.1,
-        help="how strongly the policy stays with the reference\norpo: weight of the odds ratio; "
-        f"simpo: scale of the rewards, {SIMPO_BETA:g} unless it is given",
+        help="strength of the KL constraint to the reference; a larger beta keeps the policy "
+        "closer\norpo: weight of the odds ratio; simpo: scale of the rewards, by default "
+        f"{SIMPO_BETA:g}",
     )
     loss_type: LossType = option(
         "sigmoid",
-        help="loss of pairs, sigmoid being DPO's own"
+        help="loss of pairs, where sigmoid is DPO's original"
         + "".join(f", or of single answers: {name}" for name in ANSWER_LOSSES)
-        + "\nipo is IPO's squared one, hinge SLiC's; orpo and simpo have no reference"
-        + "".join(f"; {name} takes answers that are good or bad" for name in ANSWER_LOSSES),
+        + "\nipo is IPO's squared loss, hinge that of SLiC; orpo and simpo use no reference"
+        + "".join(f"; {name} takes single answers labelled good or bad" for name in ANSWER_LOSSES),
     )
     label_smoothing: float = option(
-        0.0, help="share of labels taken to be wrong (conservative DPO, simpo), in [0, 0.5)"
+        0.0,
+        help="label smoothing: assumed fraction of wrong labels (conservative DPO, simpo), in [0, "
+        "0.5)",
     )
     simpo_gamma: float = option(
-        0.5, help="simpo: by how much the chosen answer's reward is to be the larger one"
+        0.5, help="simpo: target margin between the rewards of the chosen and the rejected answer"
     )
     length_normalization: bool = option(
         False,
         help="compare log-ratios per token instead of per answer; ipo, orpo and simpo always do",
     )
     rpo_alpha: float = option(
-        0.0, help="weight of the chosen answer's own loss per token, added to that of the pair"
+        0.0, help="weight of the chosen answer's per-token NLL loss, added to the pair's loss"
     )
     precompute_ref_log_probs: bool = option(
         True,
-        help="compute the reference's log-probabilities once, before training (no-: each time)",
+        help="compute the reference's log-probabilities once before training (no-: at each step)",
     )
     offload_reference_model: bool = accepted(False, "; the reference is never a second model")
 
@@ -412,17 +418,19 @@ class DpoStageConfig(SupervisedConfig):
 class InferenceConfig:
     """Loading of trained models that are not trained further, and their chat template."""
 
-    dtype: Dtype = option("auto", help="compute type; auto: as in training")
+    dtype: Dtype = option("auto", help="compute dtype; auto: as in training")
     attn_implementation: Literal["auto", "sdpa", "eager"] = option(
-        "auto", help="attention kernel of transformers; auto: sdpa where it has it, else eager"
+        "auto",
+        help="attention implementation of transformers; auto: sdpa if the model supports it, else "
+        "eager",
     )
     base_bits: Literal[16, 4] | None = option(
         None,
-        help="bits of the base's weights: 16, or 4 (NF4); by default as the adapter was trained",
+        help="bits of the base weights: 16, or 4 (NF4); default: as the adapter was trained",
     )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    trust_remote_code: bool = option(False, help="allow running model code from a hub repository")
     chat_template: str | None = option(
-        None, help="Jinja file that renders messages, in place of the tokenizer's own"
+        None, help="Jinja file with a chat template, instead of the tokenizer's own"
     )
     chat_template_kwargs: str | None = option(
         None, help="JSON object of variables for the chat template, as in training"

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "train": {
         "sft": "Step 1: supervised fine-tuning of a causal language model",
-        "reward": "Step 2: a reward model from pairs of answers",
-        "dpo": "DPO, ORPO, SimPO or KTO: a policy without a reward model",
-        "rlhf": "Step 3: PPO, RLOO or GRPO of an actor on its own responses",
+        "reward": "Step 2: train a reward model on pairs of answers",
+        "dpo": "DPO, ORPO, SimPO or KTO: preference optimization without a reward model",
+        "rlhf": "Step 3: train an actor on its own responses by PPO, RLOO or GRPO",
     },
     "use": {
-        "generate": "answer prompts",
-        "merge": "base and adapter as one transformers directory",
+        "generate": "generate answers to prompts",
+        "merge": "merge an adapter into its base model",
     },
 }
 VERBS = {name: summary for verbs in GROUPS.values() for name, summary in verbs.items()}

@@ -22,24 +22,29 @@ _TRAINED = (
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Write base and adapter as one transformers directory, and measure what rounding changes."""
+    """Merge an adapter into its base model, and measure the effect of rounding."""
 
     model_name_or_path: str = option(help=_TRAINED)
-    output_dir: str | None = option(None, help="default: model/ beside the adapter")
+    output_dir: str | None = option(
+        None, help="output directory; default: model/ next to the adapter"
+    )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
-        "auto", help="type of the weights written; auto: the base's where it has 16 bits, else bf16"
+        "auto",
+        help="dtype of the saved weights; auto: that of the base if it has 16 bits, else bf16",
     )
     merge_max_kl: float = option(
-        0.01, help="refuse a merge that moves the distribution by more (nats per token)"
+        0.01,
+        help="refuse a merge that changes the output distribution by more than this KL divergence "
+        "(nats per token)",
     )
-    overwrite_output_dir: bool = option(False, help="replace a model in the output directory")
+    overwrite_output_dir: bool = option(False, help="overwrite a model in the output directory")
     base_bits: Literal[16, 4] | None = option(
         None,
-        help="bits of the base to add the adapter to: 16, or 4 (NF4); by default those that it was "
-        "trained on; whole weights are written in any case",
+        help="bits of the base that the adapter is merged into: 16, or 4 (NF4); default: those it "
+        "was trained on; the merged weights are never quantised",
     )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
-    json: bool = option(False, help="one JSON object on standard output")
+    trust_remote_code: bool = option(False, help="allow running model code from a hub repository")
+    json: bool = option(False, help="print one JSON object to standard output")
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "merge_max_kl")
@@ -66,9 +71,9 @@ class ReadingConfig:
         (), help="names of columns, as in prompt=question completion=answer"
     )
     max_seq_len: int = option(
-        0, help="longest sequence in tokens; 0: as many as the model has positions"
+        0, help="maximum sequence length in tokens; 0: the model's number of positions"
     )
-    per_device_eval_batch_size: int = option(16, help="sequences at a time")
+    per_device_eval_batch_size: int = option(16, help="batch size")
     loading: InferenceConfig = group(InferenceConfig)
 
     def __post_init__(self) -> None:
@@ -84,23 +89,23 @@ class ReadingConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig(ReadingConfig):
-    """Answer prompts, those on the line or the rows of files; greedily unless told otherwise."""
+    """Answer the prompts of the command line or of files, by default with greedy decoding."""
 
     prompts: tuple[str, ...] = option(
-        (), help="texts to go on from; they may stand after the model, without the option"
+        (), help="prompts to complete; may be given after the model, without the option"
     )
     output_path: str | None = option(None, help="JSONL file to write; default: standard output")
-    json: bool = option(False, help="JSON on standard output")
-    chat: bool = option(
-        False, help="--prompts are a user's messages, rendered by the chat template"
+    json: bool = option(False, help="print JSON to standard output")
+    chat: bool = option(False, help="send --prompts as user messages through the chat template")
+    max_new_tokens: int = option(128, help="maximum number of tokens of an answer")
+    do_sample: bool = option(False, help="sample tokens instead of greedy decoding")
+    temperature: float = option(1.0, help="sampling temperature, with --do_sample")
+    top_p: float = option(
+        1.0, help="sample from the most likely tokens with this total probability"
     )
-    max_new_tokens: int = option(128, help="tokens of an answer at most")
-    do_sample: bool = option(False, help="draw tokens instead of taking the most probable one")
-    temperature: float = option(1.0, help="divides the logits, with --do_sample")
-    top_p: float = option(1.0, help="draw from the most probable tokens up to this sum")
-    top_k: int = option(0, help="draw from so many of the most probable tokens; 0: all")
-    num_return_sequences: int = option(1, help="answers to each prompt, with --do_sample")
-    seed: int = option(1234, help="of the draws")
+    top_k: int = option(0, help="sample from this many most likely tokens; 0: all")
+    num_return_sequences: int = option(1, help="number of answers per prompt, with --do_sample")
+    seed: int = option(1234, help="random seed of sampling")
     addons: Any = group(addon_options("generate"))
 
     def __post_init__(self) -> None:

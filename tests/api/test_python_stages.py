@@ -563,7 +563,5 @@ def test_editors_see_every_option_with_its_default_and_help():
     assert parameters["lora_dim"].annotation == "int | None"
     assert "packing" in parameters
     assert "options" not in parameters
-    assert (
-        "    lora_dim (int | None): rank of the adapters; 0 trains every weight" in dl.sft.__doc__
-    )
+    assert "    lora_dim (int | None): LoRA rank; 0 trains all weights" in dl.sft.__doc__
     assert "reward_weights" in inspect.signature(dl.rlhf).parameters

@@ -181,13 +181,13 @@ def test_help_all_explains_every_option_with_the_everyday_ones_first_in_each_sec
 
 def test_everyday_option_has_its_first_line_in_help_and_its_details_in_help_all(shown):
     short, whole = (" ".join(shown("sft", "--help", *more).split()) for more in ([], ["all"]))
-    first = "hub name, model directory or output of an earlier stage; the bundled tiny model"
+    first = "hub name, model directory or output of an earlier stage; default: the bundled tiny"
     assert first in short
     assert first in whole
     assert "repository:file.gguf" not in short
-    assert "when absent; or a GGUF file, one of the hub as repository:file.gguf" in whole
-    assert "rows per device and micro-batch (default: 16)" in short
-    assert "rows per device and micro-batch (default: 16); of several samples if packed" in whole
+    assert "tiny model; or a GGUF file, from the hub as repository:file.gguf" in whole
+    assert "training batch size per device, in rows (default: 16)" in short
+    assert "training batch size per device, in rows (default: 16); of one micro" in whole
 
 
 def test_help_of_a_word_is_of_options_that_have_it_in_their_name_or_heading(shown):
@@ -204,7 +204,7 @@ def test_help_of_a_word_that_nothing_has_says_so(monkeypatch, capsys):
         command.main()
     assert capsys.readouterr() == (
         "",
-        "error: --help banana: no option and no heading has the word; --help all shows all\n",
+        "error: --help banana: no option or heading contains this word; see --help all\n",
     )
 
 

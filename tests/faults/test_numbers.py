@@ -289,7 +289,7 @@ REFUSALS = [
         ("loud head", line, ["the reward model gives", "'ocdgnaxfd'; a score is a finite"], [])
         for line in BY_MODEL[: None if ALL else 1]
     ],
-    ("nothing", f"{JUDGED}nothing", ["no answer got a score"], []),
+    ("nothing", f"{JUDGED}nothing", ["no answer was scored"], []),
     ("nothing", f"{JUDGED}huge", ["numbers_functions:huge returned 1e+300"], []),
     *[
         (

@@ -52,8 +52,8 @@ def test_responses_whose_tokens_cannot_be_drawn_are_left_out_and_counted(lines, 
     assert train["grad_norm"] > 0
     warnings = [line["message"] for line in lines if line.get("event") == "warning"]
     expected = (
-        "2 of 8 responses (25%) do not count: of 2 a token could not be drawn, as the logits were "
-        "not finite"
+        "2 of 8 responses (25%) are excluded: of 2 a token could not be sampled, as the logits "
+        "were not finite"
     )
     assert warnings == [expected] * ("diagnostics" in installed())
 

@@ -190,10 +190,10 @@ class AgentCommand:
         try:
             return json.loads(printed)
         except (ValueError, RecursionError) as error:
-            no_json = f"its last line is no JSON: {printed!r:.200}"
+            no_json = f"its last line is not JSON: {printed!r:.200}"
             raise NoRewardError(
-                f"{no_json if printed else 'it printed nothing'}; print the reward last, as a "
-                "number or an object with `reward`, or null for an episode that is not to count"
+                f"{no_json if printed else 'it printed nothing'}; print the reward on the last "
+                "line, as a number or an object with `reward`, or null to exclude the episode"
             ) from error
 
 
@@ -234,8 +234,8 @@ def reward_and_metrics(given: object) -> tuple[float | None, dict[str, float]]:
         return None, more
     if not math.isfinite(numbers.get("reward", math.nan)):
         raise ValueError(
-            f"an agent gave {given!r:.200}; its reward is a finite number, a dict with `reward` "
-            "beside other numbers, or None for an episode that is not to count"
+            f"an agent gave {given!r:.200}; return a finite number, a dict with `reward` and "
+            "other numbers, or None to exclude the episode"
         )
     return numbers["reward"], more
 

@@ -184,10 +184,10 @@ class Agents(Player):
         unknown = ("stop_token_ids", "ignore_eos", "prompt_logprobs")
         asked = [] if options.grammar is None else [options.grammar.field]
         for field in (*asked, *(name for name in unknown if getattr(options, name))):
-            raise UnsupportedError(f"{field} is not followed while the actor is trained", field)
+            raise UnsupportedError(f"{field} is not supported while the actor is trained", field)
         if options.logprobs:
             field = "top_logprobs"
-            raise UnsupportedError("no other tokens' log-probabilities are kept", field)
+            raise UnsupportedError("the log-probabilities of other tokens are not kept", field)
         most = min(options.max_new_tokens, self.max_new_tokens)
         try:
             options = fitting(model, prompt, replace(options, max_new_tokens=most, cut=True))
@@ -201,7 +201,7 @@ class Agents(Player):
                 raise StoppedError(OVER)
             if episode.num_calls == self.limits.calls:
                 raise BusyError(
-                    f"the episode has had its {self.limits.calls} answers (--agent_max_calls)"
+                    f"the episode has used up its {self.limits.calls} answers (--agent_max_calls)"
                 )
             episode.ask(call)
             self._arrived = time.monotonic()

@@ -28,21 +28,25 @@ class AgentOptions:
 
     agent: str | None = option(
         None,
-        help="module:function that plays an episode: it gets the row and a client of the openai "
-        "package for the actor, asks as often as it likes, and returns the reward",
+        help="module:function that runs an episode: it receives the row and an openai client "
+        "connected to the actor, may call it any number of times, and returns the reward",
         runs="object",
     )
     agent_command: str | None = option(
         None,
-        help="command that plays an episode: the row is on its standard input, OPENAI_BASE_URL is "
-        "the actor's, and the last line that it prints is the reward",
+        help="command that runs an episode: it reads the row from standard input, reaches the "
+        "actor at OPENAI_BASE_URL, and prints the reward on its last line",
         runs="code",
     )
     agent_timeout: float = of_agents(
-        600.0, help="seconds of an agent's episode, but for those in which the actor answers"
+        600.0,
+        help="time limit of an agent's episode in seconds, not counting the time the actor takes "
+        "to answer",
     )
-    agent_retries: int = of_agents(0, help="further attempts at an agent's episode that failed")
-    agent_max_calls: int = of_agents(100, help="most answers in an episode of an agent")
+    agent_retries: int = of_agents(0, help="number of retries of an agent's episode that failed")
+    agent_max_calls: int = of_agents(
+        100, help="maximum number of actor responses in an agent's episode"
+    )
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", "agent_max_calls")
@@ -80,8 +84,8 @@ class AgentOptions:
             )
         if tokens := config.rewards.soft_overlong_tokens:
             raise ValueError(
-                f"--soft_overlong_tokens {tokens} is of single answers, and an agent's episode has "
-                "several: let the agent return a lower reward instead"
+                f"--soft_overlong_tokens {tokens} applies to single answers, but an agent's "
+                "episode has several: let the agent return a lower reward instead"
             )
 
     def check(self, config: "RlhfConfig") -> "RlhfConfig":

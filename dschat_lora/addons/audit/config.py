@@ -49,12 +49,12 @@ class FilterConfig(FilterOptions):
                 named.is_dir() and kept.resolve().is_relative_to(named.resolve())
             ):
                 raise ValueError(
-                    f"--kept_path {self.kept_path} is a file of --{source.option} {source.entry}, "
-                    "which is read; name another one"
+                    f"--kept_path {self.kept_path} is an input file of --{source.option} "
+                    f"{source.entry}; choose another one"
                 )
         if kept.exists() and not self.overwrite_kept_path:
             raise ValueError(
-                f"--kept_path {self.kept_path} exists; name another file, or replace it by "
+                f"--kept_path {self.kept_path} exists; choose another file, or use "
                 "--overwrite_kept_path"
             )
 
@@ -78,9 +78,9 @@ else:
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """Show what a stage would learn of data, and what is wrong with it; nothing is trained.
+    """Show what a stage would train on, and problems of the data; nothing is trained.
 
-    Exit code 1 where a run would refuse the data.
+    The exit code is 1 if a run would refuse the data.
     """
 
     everyday: ClassVar[Sequence[str]] = (
@@ -88,21 +88,25 @@ class AuditConfig:
     )
     model_name_or_path: str | None = option(
         None,
-        help="model whose tokenizer and chat template read the data: hub name, directory, or "
-        "the output of an earlier stage; the bundled tiny model when absent",
+        help="model whose tokenizer and chat template are applied to the data: hub name, "
+        "directory, or the output of an earlier stage; default: the bundled tiny model",
     )
     stage: AuditedStage = option(
         "sft",
-        help="what makes samples of the rows: sequences, pairs, or prompts of step 3",
+        help="stage for which rows are prepared: as sequences, pairs, or prompts of step 3",
     )
-    show: int = option(0, help="samples to show, token by token, with what is supervised")
-    json: bool = option(False, help="one JSON object on the standard output")
-    html: str | None = option(None, help="file to write as a page too")
-    chat_template: str | None = option(None, help="file of a Jinja chat template, as in training")
-    trust_remote_code: bool = option(False, help="run tokenizer code of a hub repository")
+    show: int = option(
+        0, help="number of samples to show token by token, with the supervised tokens marked"
+    )
+    json: bool = option(False, help="print one JSON object to standard output")
+    html: str | None = option(None, help="also write an HTML page to this file")
+    chat_template: str | None = option(None, help="Jinja file with a chat template, as in training")
+    trust_remote_code: bool = option(
+        False, help="allow running tokenizer code from a hub repository"
+    )
     add_eot_token: bool = option(False, help="as in training")
     eot_token: str = option("<|endoftext|>", help="as in training")
-    seed: int = option(1234, help="of --data_split and --eval_ratio")
+    seed: int = option(1234, help="random seed of --data_split and --eval_ratio")
     data: DataConfig = group(DataConfig, eval_ratio=0.0)
     addons: Any = group(addon_options("audit"))
 

@@ -141,7 +141,7 @@ def audit_data(config: AuditConfig) -> Findings:
     of_rows = [each for each in looks if each is not None]
     refusal = audit.refusal
     if audit.bad_rows and config.data.bad_rows == "stop":
-        refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip goes on without them"
+        refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip continues without them"
     return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, of_rows)
 
 

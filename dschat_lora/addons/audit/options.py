@@ -12,24 +12,26 @@ class FilterOptions:
 
     near_duplicates: float | None = option(
         None,
-        help="count rows whose text is near that of an earlier one: with at least this Jaccard "
-        "similarity, in (0, 1], of their runs of 5 words, as 0.8",
+        help="count near duplicates: rows whose word 5-grams have at least this Jaccard similarity "
+        "to those of an earlier row, in (0, 1], such as 0.8",
     )
     against: tuple[str, ...] = option(
         (),
-        help="count rows that share a run of --against_ngram words with these evaluation data, "
-        "named as in --data_path",
+        help="count contaminated rows: those that share --against_ngram consecutive words with "
+        "this evaluation data, named as in --data_path",
     )
-    against_ngram: int = option(13, help="words of a run; a shorter text is compared as a whole")
+    against_ngram: int = option(
+        13, help="n-gram size of --against, in words; shorter texts are compared as a whole"
+    )
     language_rows: int = option(
-        0, help="rows, drawn by --seed, whose languages are counted; 0: none, 1000 says enough"
+        0, help="number of random rows whose language is detected; 0: none; 1000 is usually enough"
     )
     kept_path: str | None = option(
         None,
-        help=".jsonl file for the rows that can be used and are neither duplicates nor, where "
-        "these are counted, near duplicates or rows of --against",
+        help=".jsonl file to write the usable rows to, without duplicates and, if they are "
+        "counted, near duplicates and rows that overlap with --against",
     )
-    overwrite_kept_path: bool = option(False, help="replace a file that is at --kept_path")
+    overwrite_kept_path: bool = option(False, help="overwrite an existing file at --kept_path")
 
     def __post_init__(self) -> None:
         near = self.near_duplicates

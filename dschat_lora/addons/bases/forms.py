@@ -71,7 +71,7 @@ class Gguf:
         if re.search(r"-\d{5}-of-\d{5}\.gguf$", name):
             raise ValueError(
                 f"--model_name_or_path {name} is one of several parts of a model, which "
-                "transformers does not read: join them by `llama-gguf-split --merge FIRST_PART "
+                "transformers cannot read: merge them with `llama-gguf-split --merge FIRST_PART "
                 "WHOLE.gguf`"
             )
         return str(path.resolve()) if path.is_file() else name

@@ -74,7 +74,7 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
         log_once(f"$ {shlex.join(['dschat-lora', name, *command_line(options)])}")
         getattr(stages, name)(**options)
         seconds[name] = time.monotonic() - start
-    log_once("judging answers to test prompts by the rule, and the reward model on test pairs ...")
+    log_once("scoring answers to test prompts by the rule, and the reward model on test pairs ...")
     tables = _tables(homes, seconds)
     for title, (header, rows) in tables.items():
         log_once("")
@@ -156,12 +156,18 @@ def judgement_rows(judged: Mapping[str, "Judgement"]) -> Rows:
 
 def demo(argv: list[str]) -> None:
     """Run ``dschat-lora demo``."""
-    parser = Parser("dschat-lora demo", "Train on the bundled model and data, show what changed.")
+    parser = Parser(
+        "dschat-lora demo", "Run all stages on the bundled model and data, and show what changed."
+    )
     parser.add_argument(
         "--output_dir", metavar="DIR", help="default: the first free of output/demo, -2, -3, ..."
     )
     parser.add_argument(
-        "--seed", metavar="N", type=int, default=1234, help="of all stages (default: 1234)"
+        "--seed",
+        metavar="N",
+        type=int,
+        default=1234,
+        help="random seed of all stages (default: 1234)",
     )
     chosen = parser.values(argv, ["output_dir", "seed"])
     RunConfig(seed=chosen["seed"])  # refuses one that no stage takes, before anything is written

@@ -130,8 +130,8 @@ class Diagnostics:
         if row.get("ratio_error", 0.0) <= limit:
             return None
         return (
-            f"the policy's log-probabilities before its first step differ from those it sampled "
-            f"with by a ratio of {row['ratio_error']:.2g}, more than rounding in {self.dtype} "
+            "the policy's log-probabilities before its first step differ from those at sampling "
+            f"by a ratio of {row['ratio_error']:.2g}, more than rounding in {self.dtype} explains "
             f"({limit:g}): the two passes do not see the same input"
         )
 
@@ -141,15 +141,20 @@ class Diagnostics:
             return None
         words = "weights become noisy"
         if "importance_weight" not in row:
-            words = "the gradient is biased; --rollout_correction tis weighs tokens for it"
-        remedy = "the same types for weights, adapter and cache on both sides make it smaller"
+            words = (
+                "the gradient is biased; --rollout_correction tis corrects it with importance "
+                "weights"
+            )
+        remedy = (
+            "use the same dtypes for weights, adapter and KV cache on both sides to reduce this"
+        )
         if row.get("rollout_version_lag"):
-            remedy = "fewer --rollouts_ahead, or a smaller learning rate, make it smaller"
+            remedy = "lower --rollouts_ahead or the learning rate to reduce this"
         if self.engine.same_model:
             words += f"; {remedy}"
         return (
-            f"responses are drawn from a policy that is {kl:.2g} nats per token from the one "
-            f"that learns, by a ratio of up to {row['rollout_ratio_max']:.2g}: {words}"
+            f"responses are sampled from a policy that is {kl:.2g} nats per token from the "
+            f"trained one, with a ratio of up to {row['rollout_ratio_max']:.2g}: {words}"
         )
 
     def _masked(self, row: dict[str, float]) -> str | None:
@@ -167,8 +172,8 @@ class Diagnostics:
             return None
         return (
             f"the decode loop's log-probabilities are {row['sampler_error']:.2g} nats per token "
-            f"from those that are trained on, more than rounding in {self.dtype} ({limit:g}): "
-            "responses are drawn from another policy than the one that learns"
+            f"away from those used in training, more than rounding in {self.dtype} ({limit:g}): "
+            "responses are sampled from a different policy than the one that is trained"
         )
 
     def _negative_kl(self) -> str | None:
@@ -179,8 +184,9 @@ class Diagnostics:
         if kl >= -max(4 * error / WINDOW**0.5, 1e-4):
             return None
         return (
-            f"the divergence from the reference is negative ({kl:.3g} nats per response), which no "
-            "sample of the policy gives: log-probabilities and samples come from unlike policies"
+            f"the divergence from the reference is negative ({kl:.3g} nats per response), which "
+            "is impossible for samples of the policy: log-probabilities and samples come from "
+            "different policies"
         )
 
     def _eos(self) -> str | None:
@@ -188,9 +194,9 @@ class Diagnostics:
         if before is None or after is None or before < 0.2 or after > 0.5 * before:
             return None
         return (
-            f"only {after:.0%} of the responses end by themselves, {before:.0%} did at the start: "
-            "the policy forgets to stop; raise --kl_coef or --missing_eos_penalty, or "
-            "--max_answer_seq_len if answers need the room"
+            f"only {after:.0%} of the responses end with a stop token, {before:.0%} did at the "
+            "start: the policy is unlearning to stop; raise --kl_coef or --missing_eos_penalty, "
+            "or --max_answer_seq_len if answers need more tokens"
         )
 
     def _length(self) -> str | None:
@@ -201,7 +207,8 @@ class Diagnostics:
         return (
             f"responses have become {'longer' if after > before else 'shorter'} by a factor of "
             f"{max(after / before, before / after):.2g}, {after:.3g} tokens from {before:.3g}: "
-            "unless that is the task, the reward pays for length; raise --kl_coef or change it"
+            "unless the task requires this, the reward favours length; raise --kl_coef or change "
+            "the reward"
         )
 
     def _kl_budget(self) -> str | None:
@@ -218,8 +225,9 @@ class Diagnostics:
         if before is None or after is None or before <= 0 or not after <= 0.1 * before:
             return None
         return (
-            f"the entropy has collapsed to {after:.3g} nats per token from {before:.3g}: hardly "
-            "anything new is tried; lower the learning rate, raise --kl_coef or --entropy_coef"
+            f"the entropy has collapsed to {after:.3g} nats per token from {before:.3g}: the "
+            "policy hardly explores any more; lower the learning rate, raise --kl_coef or "
+            "--entropy_coef"
         )
 
     def _critic(self) -> str | None:
@@ -240,16 +248,19 @@ class Diagnostics:
         if value is None or before is None:
             value = before = math.nan
         if value > before:
-            why = f"it rose to that from {before:.3g}: the task is solved"
+            why = f"it rose from {before:.3g}: the task is solved"
         elif value < before:
-            why = f"it fell to that from {before:.3g}: nothing passes any more"
+            why = f"it fell from {before:.3g}: no response succeeds any more"
         elif value <= 0:
-            why = "impossible: no response of the actor is worth more"
+            why = "impossible: no response of the actor scores higher"
         else:
-            why = "so it was from the start: solved if that is the best score, else impossible"
+            why = (
+                "it has been so from the start: the task is solved if this is the best score, "
+                "else impossible"
+            )
         return (
-            f"all responses of the last iterations got the same reward, {value:.3g}, and there is "
-            f"nothing to learn from; {why}"
+            f"all responses of the last iterations got the same reward, {value:.3g}, so there is "
+            f"nothing to learn; {why}"
         )
 
     def _dropped(self, row: dict[str, float]) -> str | None:
@@ -259,13 +270,13 @@ class Diagnostics:
             return None
         why = ["a reward function returned None for them"] * (dropped > undrawn + failed)
         if failed:
-            why.append(f"{failed:.0f} episodes of the agent failed, as rollouts say")
+            why.append(f"{failed:.0f} episodes of the agent failed (see the rollouts)")
         if undrawn:
             why.append(
-                f"of {undrawn:.0f} a token could not be drawn, as the logits were not finite"
+                f"of {undrawn:.0f} a token could not be sampled, as the logits were not finite"
             )
         return (
-            f"{dropped:.0f} of {samples:.0f} responses ({dropped / samples:.0%}) do not count: "
+            f"{dropped:.0f} of {samples:.0f} responses ({dropped / samples:.0%}) are excluded: "
             + " or ".join(why)
         )
 
@@ -274,8 +285,8 @@ class Diagnostics:
         if share is None or share < 0.3:
             return None
         return (
-            f"{share:.0%} of the scores are at --clip_reward_value, where better and worse look "
-            "alike: raise it, or use --reward_scaling initial"
+            f"{share:.0%} of the scores are at --clip_reward_value, where their differences are "
+            "lost: raise it, or use --reward_scaling initial"
         )
 
     def _judged(self) -> str | None:
@@ -293,7 +304,7 @@ class Diagnostics:
         return (
             f"the reward rose on held-out prompts ({first['reward']:.3g} to {last['reward']:.3g}) "
             f"while the judge's score fell ({first['judge']:.3g} to {last['judge']:.3g}): the "
-            "policy exploits the reward model; raise --kl_coef, stop earlier, or mend the reward"
+            "policy exploits the reward model; raise --kl_coef, stop earlier, or fix the reward"
         )
 
     def _held_out(self) -> str | None:
@@ -317,7 +328,7 @@ class Diagnostics:
         return (
             f"the reward rose in training ({trained:.3g} to {last['train_reward']:.3g}) while it "
             f"fell on held-out prompts ({best['reward']:.3g} to {last['reward']:.3g}): the policy "
-            "learns its prompts by heart; use more prompts, raise --kl_coef, or stop earlier"
+            "overfits its training prompts; use more prompts, raise --kl_coef, or stop earlier"
         )
 
 

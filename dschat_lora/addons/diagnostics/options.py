@@ -20,12 +20,14 @@ class DiagnosticsOptions:
 
     guard: Literal["warn", "stop", "off"] = option(
         "warn",
-        help="where the entropy collapses, responses double or halve their length or stop to end, "
-        "the reward rises while the judge's or that of held-out prompts falls, or --kl_budget is "
-        "spent: warn, stop with a checkpoint, or go on silently (off)",
+        help="what to do when the entropy collapses, responses double or halve in length or stop "
+        "ending, the reward rises while the judge's or the held-out reward falls, or "
+        "--kl_budget is exceeded: warn, stop with a checkpoint, or nothing (off)",
     )
     kl_budget: float = option(
-        0.0, help="divergence from the reference that --guard allows, nats per response; 0: any"
+        0.0,
+        help="KL divergence from the reference that --guard allows, in nats per response; 0: no "
+        "limit",
     )
 
     def __post_init__(self) -> None:
@@ -41,8 +43,8 @@ class DiagnosticsOptions:
         if self.kl_budget and (self.guard == "off" or not teaches):
             other = "--guard off" if teaches else f"--algorithm {config.ppo.algorithm}"
             raise ValueError(
-                f"--kl_budget {self.kl_budget:g} bounds the divergence from the reference, which "
-                f"{other} does not watch: leave one of them out"
+                f"--kl_budget {self.kl_budget:g} limits the divergence from the reference, which "
+                f"{other} does not monitor: remove one of them"
             )
 
     def made_parts(self, setup: "RlhfSetup", progress: object) -> "list[Diagnostics]":

@@ -1,4 +1,4 @@
-"""On-policy distillation: a student's own responses, scored by a teacher."""
+"""On-policy distillation: a student's responses scored by a teacher."""
 
 from dschat_lora.config.addons import Addon
 
@@ -21,7 +21,7 @@ STAGE = {
 ADDON = Addon(
     "distill",
     verbs={"distill": f"{_HERE}.verbs:distill"},
-    summaries={"distill": "On-policy distillation: a student's own responses, scored by a teacher"},
+    summaries={"distill": "On-policy distillation: a student's responses scored by a teacher"},
     titles={"distill": "Distillation"},
     functions={"distill": f"{_HERE}.python:distill"},
     options={"rlhf": _OPTIONS, "distill": _OPTIONS},

@@ -23,39 +23,40 @@ class TeacherConfig:
 
     teacher_model_name_or_path: str | None = option(
         None,
-        help="the teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: "
-        "the actor as it was, with --teacher_system_prompt\nof --algorithm distill; a run, an "
-        "adapter, a model directory or a hub name, of the actor's tokenizer; an adapter on the "
-        "actor's base shares its weights; a server of vLLM or `dschat-lora serve`, with #NAME "
-        "where it has several models",
+        help="teacher: a model, run or adapter, or a server's http://HOST:PORT/v1; default: the "
+        "initial actor, with --teacher_system_prompt\nused by --algorithm distill; a run, an "
+        "adapter, a model directory or a hub name, with the actor's tokenizer; an adapter on "
+        "the actor's base shares its weights; a server is vLLM or `dschat-lora serve`, with "
+        "#NAME if it has several models",
     )
     teacher_bits: Literal[16, 4] | None = option(
         None, help="bits of the teacher's base, 16 or 4 (NF4); default: as for --base_bits"
     )
     teacher_system_prompt: str | None = option(
         None,
-        help="system message that the teacher reads before each prompt, and the actor does not",
+        help="system message put before each prompt for the teacher, but not for the actor",
     )
     distill_loss: DistillLoss = option(
         "reverse_kl",
-        help="divergence from the teacher\nat each token, over the whole vocabulary: reverse_kl, "
-        "forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, that of the tokens drawn, as "
-        "their advantage",
+        help="divergence from the teacher\nper token over the whole vocabulary: reverse_kl, "
+        "forward_kl or jsd (generalised, GKD); or sampled_reverse_kl, estimated from the "
+        "sampled tokens and used as their advantage",
     )
     jsd_beta: float = option(
         0.5,
-        help="the teacher's share in the mixture of --distill_loss jsd, in (0, 1)",
+        help="interpolation coefficient of --distill_loss jsd: the teacher's weight in the "
+        "mixture, in (0, 1)",
         when="distill_loss=jsd",
     )
     distill_top_k: int = option(
         0,
-        help="tokens, the teacher's likeliest at each position, that a divergence tells apart; all "
-        "others count as one; 0: the whole vocabulary",
+        help="number of the teacher's most likely tokens over which the divergence is computed; "
+        "all others are treated as one token; 0: the whole vocabulary",
     )
     on_policy_share: float = option(
         1.0,
-        help="share of the responses that the actor draws, in [0, 1]\nthe others are answers of "
-        "the data (GKD's lambda)",
+        help="fraction of the responses that the actor generates, in [0, 1]\nthe others are "
+        "completions from the data (GKD's lambda)",
     )
 
     def __post_init__(self) -> None:
@@ -64,30 +65,31 @@ class TeacherConfig:
         require_numbers(self, ">= 0", "distill_top_k")
         if self.distill_top_k and self.beta is None:
             raise ValueError(
-                f"--distill_top_k {self.distill_top_k} is of divergences over the vocabulary, "
-                "which --distill_loss sampled_reverse_kl has not; drop one of them"
+                f"--distill_top_k {self.distill_top_k} applies to divergences over the "
+                "vocabulary, not to --distill_loss sampled_reverse_kl; remove one of them"
             )
         if self.on_policy_share < 1 and self.beta is None:
             raise ValueError(
-                f"--on_policy_share {self.on_policy_share:g} learns from answers that the actor "
-                "did not draw, which --distill_loss sampled_reverse_kl cannot: use "
+                f"--on_policy_share {self.on_policy_share:g} trains on answers that the actor did "
+                "not sample, which --distill_loss sampled_reverse_kl does not support: use "
                 f"{', '.join(get_args(DistillLoss)[:3])}"
             )
         if self.on_policy_share < 1 and self.teacher_system_prompt is not None:
             raise ValueError(
-                f"--on_policy_share {self.on_policy_share:g} and --teacher_system_prompt: the "
-                "teacher's prompts are made for answers that the actor draws; drop one of them"
+                f"--on_policy_share {self.on_policy_share:g} and --teacher_system_prompt cannot "
+                "be combined: the teacher's prompts are built for answers that the actor samples; "
+                "remove one of them"
             )
         if self.server is not None and self.beta is not None:
             raise ValueError(
-                f"--distill_loss {self.distill_loss} needs the teacher's whole vocabulary, and the "
-                f"server {self.server[0]} gives probabilities of the tokens drawn alone: use "
-                "sampled_reverse_kl"
+                f"--distill_loss {self.distill_loss} needs the teacher's whole vocabulary, and "
+                f"the server {self.server[0]} returns probabilities of the sampled tokens only: "
+                "use sampled_reverse_kl"
             )
         if self.server is not None and self.teacher_bits is not None:
             raise ValueError(
-                f"--teacher_bits {self.teacher_bits} is of a teacher in memory, and that of the "
-                f"server {self.server[0]} has its own: drop it"
+                f"--teacher_bits {self.teacher_bits} applies to a teacher in memory, not to that "
+                f"of the server {self.server[0]}: remove it"
             )
 
     @property

@@ -26,30 +26,30 @@ class TeacherOptions(TeacherConfig):
         if config.reference is not self:
             if given := sorted(config.given & set(type(self).__dataclass_fields__)):
                 raise ValueError(
-                    f"--{given[0]} is of --algorithm distill, not of {config.ppo.algorithm}: use "
-                    "that, or drop it"
+                    f"--{given[0]} is for --algorithm distill, not {config.ppo.algorithm}: use "
+                    "distill, or remove the option"
                 )
             return
         if self.model_name is None and self.teacher_system_prompt is None:
             raise ValueError(
                 "--teacher_model_name_or_path must name a teacher, or --teacher_system_prompt a "
-                "system message with which the actor as it was is one"
+                "system message that makes the initial actor the teacher"
             )
         share = f"--on_policy_share {self.on_policy_share:g}"
         if self.on_policy_share < 1 and (config.is_scored or config.players):
             raise ValueError(
-                f"{share} learns from answers of the data too, which reward functions, reward "
-                "models and environments do not score: drop one of them"
+                f"{share} also trains on answers from the data, which reward functions, reward "
+                "models and environments do not score: remove one of them"
             )
         if self.on_policy_share < 1 and config.ppo.use_rollout_logprobs:
             raise ValueError(
-                f"--use_rollout_logprobs is of responses that are drawn, and {share} takes some "
-                "from the data: leave one of them out"
+                f"--use_rollout_logprobs needs sampled responses, but {share} takes some from the "
+                "data: remove one of them"
             )
         if self.model_name is None and self.teacher_bits is not None:
             raise ValueError(
-                f"--teacher_bits {self.teacher_bits} needs --teacher_model_name_or_path: the actor "
-                "as it was has the actor's bits"
+                f"--teacher_bits {self.teacher_bits} needs --teacher_model_name_or_path: the "
+                "initial actor has the actor's bits"
             )
         if self.server is not None:
             if "engines" not in installed():
@@ -62,8 +62,9 @@ class TeacherOptions(TeacherConfig):
             require(is_address(self.server[0]), name, self.model_name, allowed)
             if config.batch.temperature != 1:
                 raise ValueError(
-                    f"--temperature {config.batch.temperature:g} is also of the teacher's "
-                    f"log-probabilities, which the server {self.server[0]} gives at 1: leave it out"
+                    f"--temperature {config.batch.temperature:g} also applies to the teacher's "
+                    f"log-probabilities, which the server {self.server[0]} returns at temperature "
+                    "1: remove it"
                 )
 
     def scorer(self) -> "TeacherScorer":

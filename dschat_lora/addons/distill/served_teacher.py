@@ -60,7 +60,7 @@ def read_prompt_logprobs(reply: Any) -> tuple[list[int], list[float]]:
             f"give: {repr(reply)[:200]}"
         ) from error
     if not are_logprobs(logprobs):
-        raise ServerError("its prompt_logprobs are no log-probabilities")
+        raise ServerError("its prompt_logprobs are not log-probabilities")
     return tokens, [float(value) for value in logprobs]
 
 
@@ -72,7 +72,7 @@ class _Pool(CompletionPool):
     ) -> ServerAnswer:
         tokens, logprobs = read_prompt_logprobs(server.ask(connection, "/v1/completions", body))
         if tokens != body["prompt"][1:]:
-            raise ServerError(f"it scored {len(tokens)} tokens that are not those it was sent")
+            raise ServerError(f"it scored {len(tokens)} tokens other than those sent to it")
         return ServerAnswer(tokens, logprobs, stopped=False)
 
     def _none_left(self) -> EngineError:
@@ -153,12 +153,14 @@ def open_teacher(
             names = [each.get("id") for each in listed["data"]]
             if model not in names and (model or len(names) != 1):
                 shown = ", ".join(map(str, names))
-                raise ServerError(f"it has the models {shown}: name one, as in {address}/v1#NAME")
+                raise ServerError(
+                    f"it serves the models {shown}: name one, as in {address}/v1#NAME"
+                )
             teacher["model"] = model or names[0]
             if limit is not None and limit <= max_seq_len:
                 raise ServerError(
-                    f"it has room for {limit} tokens, and --max_prompt_seq_len and "
-                    f"--max_answer_seq_len are {max_seq_len} together, beside which it needs one"
+                    f"its context is {limit} tokens, but --max_prompt_seq_len and "
+                    f"--max_answer_seq_len add up to {max_seq_len}, and it needs one more"
                 )
             body = score_body(teacher["model"], PROBE)
             theirs, _ = read_prompt_logprobs(server.ask_once("/v1/completions", body))
@@ -166,7 +168,9 @@ def open_teacher(
                 tokenizer(PROBE, add_special_tokens=adds).input_ids[1:] for adds in (True, False)
             ]
             if theirs not in own:
-                raise ServerError("it has another tokenizer: take a teacher of the actor's family")
+                raise ServerError(
+                    "it has a different tokenizer: choose a teacher of the actor's family"
+                )
         except (ServerError, EngineError) as error:
             teacher["mistake"] = f"{_OPTION} {address} cannot be used: {error}"
     teacher = json.loads(broadcast_string(json.dumps(teacher)))

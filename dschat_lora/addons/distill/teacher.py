@@ -67,7 +67,8 @@ class TeacherPrompts:
         if longest > self.most:
             raise ValueError(
                 f"--teacher_system_prompt with a prompt and its answer takes {longest:,} tokens, "
-                f"the teacher has {self.most:,} positions: shorten it, or --max_prompt_seq_len"
+                f"but the teacher has {self.most:,} positions: shorten it, or lower "
+                "--max_prompt_seq_len"
             )
         return [replace(each, reference_prompt=read[each.group]) for each in responses]
 
@@ -146,7 +147,7 @@ class Teacher(Reference):
         prepared = read(
             answers,
             "answers",
-            f"--on_policy_share {share:g} needs rows with answers, and --data_path "
+            f"--on_policy_share {share:g} needs rows with answers, but --data_path "
             f"{' '.join(data.data_path)} has none: use --on_policy_share 1",
         )
         return Answers(answers, prepared, 1 - share)

@@ -18,14 +18,15 @@ def check_servers(config: RlhfConfig, inputs: Inputs) -> None:
             limit = CompletionServer(address, CONNECT_SECONDS).base_limit()
         except (ServerError, EngineError) as error:
             raise ValueError(
-                f"--rollout_engine {address} cannot be asked: {error}; start there `vllm serve "
-                "BASE --enable-lora` with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or `dschat-lora "
+                f"--rollout_engine {address} cannot be reached: {error}; start `vllm serve BASE "
+                "--enable-lora` there with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or `dschat-lora "
                 "serve BASE --allow_runtime_lora_updating`"
             ) from error
         if limit is not None and limit < config.data.max_seq_len:
             raise ValueError(
-                f"--rollout_engine {address} has room for {limit} tokens, and --max_prompt_seq_len "
-                f"and --max_answer_seq_len are {config.data.max_seq_len} together"
+                f"--rollout_engine {address} has a context of {limit} tokens, but "
+                "--max_prompt_seq_len and --max_answer_seq_len add up to "
+                f"{config.data.max_seq_len}"
             )
 
 
@@ -33,14 +34,14 @@ def check_vllm(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse a command of vLLM that is not there, and an adapter or base that it cannot serve."""
     given = config.addons.engines.vllm_command
     command = "vllm serve" if given is None else given
-    remedy = ": install vLLM in an environment of its own, and name that environment's program"
+    remedy = ": install vLLM in its own environment, and give the path of its program"
     check_command("vllm_command", command, remedy)
     vllm_rank(max(config.actor.lora_dim, config.actor.expert_lora_dim or 0))
     rope = inputs.sources.by_role["actor"].rope_scaling
     if rope is not None and "hf-overrides" not in command:
         raise ValueError(
-            f"--rollout_engine vllm serves the base as its files have it, and the actor was "
-            f"trained with --rope_scaling {rope}: say the same to vLLM by --hf-overrides in "
+            "--rollout_engine vllm serves the base as configured in its files, but the actor was "
+            f"trained with --rope_scaling {rope}: pass it to vLLM with --hf-overrides in "
             "--vllm_command, or merge the adapter first"
         )
 
@@ -54,7 +55,7 @@ def vllm_rank(rank: int) -> int:
     fitting = [each for each in VLLM_RANKS if each >= rank]
     if not fitting:
         raise ValueError(
-            f"--actor_lora_dim {rank} is more than the {VLLM_RANKS[-1]} that vLLM takes: use less, "
-            "or another --rollout_engine"
+            f"--actor_lora_dim {rank} exceeds vLLM's maximum of {VLLM_RANKS[-1]}: lower it, or "
+            "use another --rollout_engine"
         )
     return fitting[0]

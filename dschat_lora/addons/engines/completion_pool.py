@@ -140,10 +140,11 @@ class CompletionPool:
             (answer,) = self._begin([{**body, "top_k": 1, "max_tokens": 1}], [server])()
             if answer is not None and answer.logprobs[0] < -1e-6:
                 words = (
-                    "it gives log-probabilities before --temperature, --top_p and --top_k, and "
-                    "training needs those of what was drawn from: start it with --logprobs-mode "
-                    "processed_logprobs (vLLM) or --logprobs_mode processed_logprobs "
-                    "(`dschat-lora serve`), or leave these options out, as SGLang needs it"
+                    "it returns log-probabilities before --temperature, --top_p and --top_k, but "
+                    "training needs those of the sampling distribution: start it with "
+                    "--logprobs-mode processed_logprobs (vLLM) or --logprobs_mode "
+                    "processed_logprobs (`dschat-lora serve`), or omit these options, as SGLang "
+                    "requires"
                 )
                 self._lose(server, ServerError(words))
             server.is_checked = server.lost is None
@@ -264,7 +265,7 @@ class CompletionPool:
 
     def _none_left(self) -> EngineError:
         reasons = "; ".join(f"{address}: {why}" for address, why in self.lost.items())
-        return EngineError(f"--rollout_engine: no server is left that draws responses ({reasons})")
+        return EngineError(f"--rollout_engine: no server is left to generate responses ({reasons})")
 
 
 @dataclass
@@ -328,8 +329,8 @@ def _load(server: CompletionServer, name: str, path: str) -> None:
         server.set_adapter("load", body, LOAD_SECONDS)
     except LostAdapterError as error:
         raise EngineError(
-            f"it does not load the adapter {path} ({error}): it must see that directory "
-            "(--rollout_adapter_dir, for another user's server), and be started with "
+            f"it does not load the adapter {path} ({error}): it must have access to that "
+            "directory (--rollout_adapter_dir, for another user's server) and be started with "
             "--allow_runtime_lora_updating (`dschat-lora serve`) or --enable-lora (SGLang, and "
             "vLLM, there with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)"
         ) from error

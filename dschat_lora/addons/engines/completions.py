@@ -134,7 +134,7 @@ class CompletionServer:
             limits = [each.get("max_model_len") for each in listed["data"]]
             self.is_sglang = any(each.get("owned_by") == "sglang" for each in listed["data"])
         except (AttributeError, KeyError, TypeError) as error:
-            raise ServerError("/v1/models is no list of models") from error
+            raise ServerError("/v1/models is not a list of models") from error
         return min((n for n in limits if isinstance(n, int)), default=None)
 
     def draw(self, connection: HTTPConnection, body: Body) -> object:
@@ -216,9 +216,9 @@ def _refusal(status: int, reply: bytes) -> ServerError | EngineError:
     """The error that a reply with a status from 300 on is."""
     said = f"{status}: {' '.join(reply.decode(errors='replace').split())[:300]}"
     if status in (401, 403):
-        return DeniedError(f"it refuses the key of ROLLOUT_API_KEY, {said}")
+        return DeniedError(f"it rejects the key of ROLLOUT_API_KEY, {said}")
     if status < 500 and status not in (404, 429):
-        return EngineError(f"it refuses what is asked, {said}")
+        return EngineError(f"it rejects the request, {said}")
     kinds = {404: LostAdapterError, 429: FullServerError}
     return kinds.get(status, ServerError)(f"it answers {said}")
 
@@ -255,7 +255,7 @@ def from_sglang(reply: object, body: Body) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         said = repr(reply)[:200]
         raise ServerError(
-            f"its reply has no output_token_logprobs and finish_reason, as SGLang's have: {said}"
+            f"its reply lacks SGLang's output_token_logprobs and finish_reason: {said}"
         ) from error
     logprobs = {"token_logprobs": [logprob for logprob, _ in drawn]}
     tokens = [token for _, token in drawn]
@@ -278,23 +278,25 @@ def read_answer(
         finish, logprobs = choice["finish_reason"], choice["logprobs"]["token_logprobs"]
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(
-            "its reply has no choices with token_ids and logprobs, as those of vLLM 0.10.2 and "
-            f"later and of `dschat-lora serve` have: {reply!r:.200}"
+            "its reply has no choices with token_ids and logprobs, which vLLM >= 0.10.2 and "
+            f"`dschat-lora serve` return: {reply!r:.200}"
         ) from error
     if name != body["model"]:
-        raise ServerError(f"it answers with the adapter {name!r} where {body['model']!r} was asked")
+        raise ServerError(
+            f"it answers with the adapter {name!r}, but {body['model']!r} was requested"
+        )
     most = body["max_tokens"]
     whole = isinstance(tokens, list) and all(
         type(token) is int and 0 <= token < vocabulary_size for token in tokens
     )
     if not (whole and are_logprobs(logprobs) and 0 < len(tokens) == len(logprobs) <= most):
         raise ServerError(
-            f"its tokens are not up to {most} of the actor's {vocabulary_size}, each with a "
-            "log-probability"
+            f"it must return at most {most} tokens of the actor's vocabulary of "
+            f"{vocabulary_size}, each with a log-probability"
         )
     stopped = finish == "stop" and tokens[-1] in ends
     if not stopped and not (finish == "length" and len(tokens) == most):
         raise ServerError(
-            f"it ended a response for {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
+            f"it ended a response with {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
         )
     return ServerAnswer(tokens, [float(value) for value in logprobs], stopped)

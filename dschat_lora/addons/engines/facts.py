@@ -13,7 +13,7 @@ def server_addresses(name: str) -> tuple[str, ...]:
 
 
 VLLM = EngineFacts(
-    "which the run starts beside itself",
+    "which the run starts itself",
     make=f"{_HERE}.vllm_server:vllm_engine",
     start=f"{_HERE}.vllm_server:start_vllm",
     check_options=f"{_HERE}.checks:check_vllm",
@@ -23,11 +23,11 @@ VLLM = EngineFacts(
     can_run_ahead=True,
 )
 SERVERS = EngineFacts(
-    "servers (vLLM, SGLang or `dschat-lora serve`) that take adapters at run time, by their "
-    "addresses with commas between them, such as http://127.0.0.1:8000",
+    "the comma-separated addresses of servers (vLLM, SGLang or `dschat-lora serve`) that load "
+    "adapters at run time, such as http://127.0.0.1:8000",
     values="servers",
-    hint="or addresses of servers such as http://127.0.0.1:8000, with commas between them (vLLM, "
-    "SGLang or `dschat-lora serve`)",
+    hint="or comma-separated addresses of servers such as http://127.0.0.1:8000 (vLLM, SGLang or "
+    "`dschat-lora serve`)",
     takes=lambda name: all(map(is_address, server_addresses(name))),
     make=f"{_HERE}.server_engine:engine_of_addresses",
     check_options=f"{_HERE}.checks:check_servers",

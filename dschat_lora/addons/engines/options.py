@@ -30,32 +30,33 @@ class EngineOptions:
 
     vllm_command: str | None = of_vllm(
         None,
-        help="what starts the server of --rollout_engine vllm: vLLM of another environment such as "
-        "`/envs/vllm/bin/vllm serve`, with further options if you like; default: `vllm serve`",
+        help="command that starts the server of --rollout_engine vllm, such as "
+        "`/envs/vllm/bin/vllm serve` for vLLM in another environment, with further options if "
+        "needed; default: `vllm serve`",
         runs="code",
     )
     vllm_gpu_memory_utilization: float = of_vllm(
         0.3,
-        help="share of the memory of a GPU, or of a host without GPUs, that --rollout_engine vllm "
-        "takes while it draws; on a GPU it sleeps while the actor trains",
+        help="fraction of GPU memory (of host memory without a GPU) that --rollout_engine vllm "
+        "uses while it generates; on a GPU it sleeps during training",
     )
     rollout_adapter_dir: str | None = option(
         None,
-        help="directory that the servers of --rollout_engine see too, in which they find the "
+        help="directory, shared with the servers of --rollout_engine, from which they load the "
         "adapter; default: one in memory, for servers on this machine",
         when="not rollout_engine=own",
     )
     rollout_timeout: float = option(
         600.0,
-        help="seconds that a server of --rollout_engine, or a teacher's, may take for a response, "
-        "and vllm to start",
+        help="timeout in seconds for a response of a rollout or teacher server, and for vllm to "
+        "start",
         when=_timeout_note,
     )
     rollouts_ahead: int = option(
         0,
-        help="have the servers of --rollout_engine draw the responses of so many further "
-        "iterations while one trains, by adapters that are at most so many iterations old; "
-        "--rollout_correction weighs for that; 0: they wait for each other",
+        help="number of iterations that the servers of --rollout_engine generate ahead of "
+        "training, with an adapter at most this many iterations old; --rollout_correction "
+        "corrects for it; 0: synchronous",
     )
 
     def __post_init__(self) -> None:
@@ -74,19 +75,19 @@ class EngineOptions:
         if ahead and (config.players or not batch.engine.can_run_ahead):
             with_turns = "an --environment or agent waits for each turn"
             in_process = (
-                f"--rollout_engine {batch.rollout_engine} draws in the processes that train: give "
-                "the address of a server, such as `dschat-lora serve "
+                f"--rollout_engine {batch.rollout_engine} generates in the training processes: "
+                "give the address of a server, such as `dschat-lora serve "
                 "--allow_runtime_lora_updating` in another process"
             )
             raise ValueError(
-                f"--rollouts_ahead {ahead} has servers draw whole responses while this process "
-                f"trains, and {with_turns if config.players else in_process}"
+                f"--rollouts_ahead {ahead} has servers generate whole responses while this "
+                f"process trains, but {with_turns if config.players else in_process}"
             )
         if ahead and not (batch.do_sample and config.ppo.rollout_correction != "none"):
             off = "--rollout_correction none" if batch.do_sample else "--no-do_sample"
             raise ValueError(
-                f"--rollouts_ahead {ahead} learns from responses of older adapters, for which "
-                f"--rollout_correction weighs, and {off} leaves no weights: leave one out"
+                f"--rollouts_ahead {ahead} trains on responses of older adapters, which "
+                f"--rollout_correction corrects for, but {off} turns that off: remove one of them"
             )
 
     def first_lines(self, config: "RlhfConfig") -> Iterator[str]:
@@ -96,12 +97,12 @@ class EngineOptions:
             while_drawing = "" if self.rollouts_ahead else " while it draws"
             yield f"  rollouts     vLLM takes {most}{while_drawing}, or of the host's"
         if self.rollouts_ahead:
-            weighs = f"weighed by --rollout_correction {config.ppo.rollout_correction or 'tis'}"
+            weighs = f"with --rollout_correction {config.ppo.rollout_correction or 'tis'}"
             if (own := config.reference) is not None and own.unweighed:
-                weighs = f"for which {own.unweighed} has no weights"
+                weighs = f"not corrected, because of {own.unweighed}"
             yield (
-                f"  rollouts     up to {self.rollouts_ahead} iterations ahead, by adapters as old, "
-                f"{weighs}"
+                f"  rollouts     up to {self.rollouts_ahead} iterations ahead, with adapters of "
+                f"that age, {weighs}"
             )
 
     def rollouts(self, sampler: "RolloutSampler") -> "Rollouts | None":

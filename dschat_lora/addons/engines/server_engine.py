@@ -105,8 +105,8 @@ class ServerEngine:
             except OSError as error:
                 where = self._directory or "/dev/shm"
                 outcome["failure"] = (
-                    f"the adapter cannot be written where servers read it, {where}: {error}; give "
-                    "--rollout_adapter_dir a directory with room that they see"
+                    f"the adapter cannot be written where servers read it, {where}: {error}; set "
+                    "--rollout_adapter_dir to a shared directory with enough space"
                 )
             except ValueError as error:
                 outcome = {"mistake": str(error)}

@@ -53,8 +53,8 @@ def start_vllm(
     """
     if not is_one_host():
         raise ValueError(
-            "--rollout_engine vllm starts servers on one machine, and this run is on several: "
-            "start them yourself, and give their addresses"
+            "--rollout_engine vllm starts servers on one machine, but this run uses several: "
+            "start them yourself and give their addresses"
         )
     home, outcome = run.directory, {"address": "", "failure": ""}
     assert home is not None, "a dry run starts nothing"
@@ -173,7 +173,7 @@ class ServerProcess:
                 return
             if time.monotonic() > end:
                 raise OSError(
-                    f"it does not answer after {seconds:g} seconds; --rollout_timeout gives it "
+                    f"no answer after {seconds:g} seconds; raise --rollout_timeout to wait "
                     f"longer{self._server.last_words()}"
                 )
             time.sleep(_POLL)

@@ -89,10 +89,12 @@ class Environment(UserFunction):
             check_message(f"{where}: message {number} that it returned", message)
             if message["role"] == "assistant":
                 raise ValueError(
-                    f"{where} returned a message of role 'assistant', which is the actor's; its "
-                    "own are of 'user' or 'tool'"
+                    f"{where} returned a message with role 'assistant', which is the actor's; use "
+                    "'user' or 'tool'"
                 )
         try:
             return json.loads(json.dumps(messages, ensure_ascii=False, allow_nan=False).encode())
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{where} returned what JSON cannot hold: {error}") from error
+            raise ValueError(
+                f"{where} returned a value that JSON cannot represent: {error}"
+            ) from error

@@ -36,7 +36,7 @@ class Gymnasium:
             self._numbers = {str(first + n): first + n for n in range(int(space.n))}
             self._numbers |= {name.lower(): n for name, n in _action_names(self._env).items()}
         elif not isinstance(space, gymnasium.spaces.Text):
-            raise ValueError(f"{where}: actions are {space}; an answer gives Text or Discrete ones")
+            raise ValueError(f"{where}: actions are {space}; only Text and Discrete are supported")
         self._where = where
         self.reward_name = name.rpartition(":")[2]
 
@@ -61,7 +61,7 @@ class Gymnasium:
         if not isinstance(observation, str):
             raise ValueError(
                 f"{self._where}: an observation is a {type(observation).__name__}; only "
-                "environments whose observations are text can be played"
+                "environments with text observations are supported"
             )
         return observation
 

@@ -31,7 +31,7 @@ class McpServer:
             try:
                 (self._sessions[server],) = run_together([_open_mcp(server)])
             except Exception as error:
-                raise ValueError(f"--environment {self._where} is no server: {error}") from error
+                raise ValueError(f"--environment {self._where} is not a server: {error}") from error
         self._client, self.tool_schemas = self._sessions[server]
 
     def reset(self) -> None:

@@ -44,7 +44,7 @@ class OpenEnv:
         except Exception as error:
             raise RuntimeError(
                 f"{self._where}: reset failed: {error}; the server must allow as many sessions "
-                "(max_concurrent_envs) as episodes are played at once"
+                "(max_concurrent_envs) as concurrent episodes"
             ) from error
         return self._text(result.observation)
 
@@ -68,7 +68,7 @@ def _openenv_fields(address: str) -> tuple[str, str, str | None]:
     where, parts = f"--environment openenv:{address}", urlsplit(address)
     url = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/")
     if parts.scheme not in ("http", "https"):
-        raise ValueError(f"{where}: an address begins with http:// or https://")
+        raise ValueError(f"{where}: an address must begin with http:// or https://")
     try:
         with urlopen(f"{url}/schema", timeout=30) as answer:
             schema = json.load(answer)

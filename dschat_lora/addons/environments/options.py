@@ -37,23 +37,24 @@ class EnvironmentOptions:
 
     num_prompts: int = option(
         0,
-        help="episodes whose prompts an --environment of a class makes itself, in the place of "
-        "--data_path; reset gets the number of the episode, 0 and on, as `episode`",
+        help="number of episodes whose prompts an --environment class makes itself, instead of "
+        "--data_path; reset receives the index of the episode, from 0, as `episode`",
         section="data",
     )
     environment: str | None = of_rollouts(
         None,
-        help="what answers the actor's turns: module:function or module:Class, or one of a "
-        "library, such as gymnasium:ENV_ID\nthe function answers with messages of a user or tool, "
-        "or ends the episode; objects of the class have reset, and step or tools, and rewards; or "
-        "module:Player with play(tasks, draw, *, key), which makes the responses; or "
-        "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, or mcp:COMMAND and "
-        "mcp:URL, whose tools are offered",
+        help="environment that replies to the actor's turns: module:function, module:Class, or one "
+        "from a library, such as gymnasium:ENV_ID\na function returns user or tool messages, "
+        "or ends the episode; a class has reset, step or tools, and rewards; module:Player "
+        "has play(tasks, draw, *, key), which generates the responses; libraries are "
+        "gymnasium:ENV_ID, reasoning_gym:TASK, verifiers:TASKSET, openenv:URL, and "
+        "mcp:COMMAND or mcp:URL, which provide tools",
         runs="object",
     )
     max_turns: int = of_rollouts(
         8,
-        help="most turns of the actor in an episode with --environment, of one response's length",
+        help="maximum number of actor turns in an episode of --environment, which share the length "
+        "of one response",
         when="environment",
     )
 
@@ -88,7 +89,7 @@ class EnvironmentOptions:
         if not (count := self.num_prompts):
             return config
         if config.data.data_path:
-            raise ValueError(f"--num_prompts {count} stands in the place of --data_path; drop one")
+            raise ValueError(f"--num_prompts {count} replaces --data_path; remove one of them")
         if not config.players:
             raise ValueError(
                 f"--num_prompts {count} needs --environment, a class whose reset makes the "

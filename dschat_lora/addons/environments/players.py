@@ -49,8 +49,8 @@ def load_player(name: str, config: RlhfConfig, tokenizer: Tokenizer, *, max_turn
     unscored = config.ppo.rules.learns_from_rewards and not config.is_scored
     if player.reward_name is None and unscored:
         raise ValueError(
-            f"--environment {name} gives no reward (a class may, by get_reward or step), and "
-            "neither --reward_function nor --critic_model_name_or_path does"
+            f"--environment {name} returns no reward (a class can, with get_reward or step): give "
+            "--reward_function or --critic_model_name_or_path"
         )
     return player
 
@@ -256,8 +256,8 @@ class UserPlayer(Player):
         places = [getattr(getattr(r, "origin", None), "place", None) for r in played or ()]
         if places != [each.origin.place for each in tasks]:
             raise ValueError(
-                f"{where} must return a response for each of the {len(tasks)} tasks, in their "
-                "order: what draw makes of them"
+                f"{where} must return a response from draw for each of the {len(tasks)} tasks, in "
+                "their order"
             )
         played = list(played or ())
         for each in played:
@@ -275,7 +275,7 @@ class UserPlayer(Player):
                 )
             if each.episode.reward is not None and not math.isfinite(each.episode.reward):
                 raise ValueError(
-                    f"{where} gave the reward {each.episode.reward}; a reward is a finite number, "
-                    "or None for a response that is not to count"
+                    f"{where} gave the reward {each.episode.reward}; a reward must be a finite "
+                    "number, or None to exclude the response"
                 )
         return played

@@ -96,11 +96,11 @@ class StatefulEnvironment(Environment):
             self._first[name], self._idle[name] = made, [made]
             where = f"--{self.option} {self.name}: {type(made).__name__}"
             if not callable(getattr(made, "reset", None)):
-                raise ValueError(f"{where} has no method reset, which begins an episode")
+                raise ValueError(f"{where} has no method reset, which starts an episode")
             if not (hasattr(made, "step") or self._schemas(name, made)):
                 raise ValueError(
-                    f"{where} has neither a method step(message), which answers the actor, nor "
-                    "other public methods, which would be its tools"
+                    f"{where} has neither a method step(message) that replies to the actor, nor "
+                    "public methods that can serve as tools"
                 )
 
     def made(self) -> Mapping[int, EpisodeObject]:
@@ -129,8 +129,9 @@ class StatefulEnvironment(Environment):
                 schemas.append(tool_schema(method))
             except ValueError as error:
                 raise ValueError(
-                    f"--{self.option} {self.name}: the method {name} is no tool: {error}; give it "
-                    "type hints and a docstring with Args, or a name that begins with _"
+                    f"--{self.option} {self.name}: the method {name} is not a valid tool: "
+                    f"{error}; give it type hints and a docstring with Args, or prefix its name "
+                    "with _"
                 ) from error
         self._tools[kind] = schemas
         return schemas
@@ -194,7 +195,7 @@ class StatefulEnvironment(Environment):
             name = str(row.get("environment", "")) if isinstance(self.function, Mapping) else ""
             if name not in self.factories:
                 raise ValueError(
-                    f"--{self.option}: a row's environment is {name!r}; there are "
+                    f"--{self.option}: a row's environment is {name!r}; known ones are "
                     f"{', '.join(map(repr, self.factories))}"
                 )
             said = []
@@ -208,14 +209,14 @@ class StatefulEnvironment(Environment):
             if any(each != said[0] for each in said):
                 raise ValueError(
                     f"--{self.option} {self.name}: reset returned {said[0]!r} and "
-                    f"{next(each for each in said if each != said[0])!r} for copies of one prompt, "
-                    "which are to be compared; draw what differs with the module random, which is "
-                    "seeded alike for them, or take it from the row"
+                    f"{next(each for each in said if each != said[0])!r} for copies of one "
+                    "prompt, whose responses are compared; use the module random, which has the "
+                    "same seed for them, or take the values from the row"
                 )
             if not isinstance(said[0], str | list | dict | None):
                 raise ValueError(
                     f"--{self.option} {self.name}: reset returned a {type(said[0]).__name__}; it "
-                    "returns a text, a message, a list of messages, or None"
+                    "must return a text, a message, a list of messages, or None"
                 )
             tools = self._schemas(name, made)
             if said[0] is not None or tools:
@@ -230,7 +231,7 @@ class StatefulEnvironment(Environment):
         prompt = prompt_of(row, None)
         if prompt is None:
             raise ValueError(
-                f"--{self.option} {self.name} adds to the prompt of a row, which must stand under "
+                f"--{self.option} {self.name} extends the prompt of a row, which must be in "
                 f"`prompt` or `messages`; this row has {', '.join(row) or 'nothing'}"
             )
         if isinstance(prompt, str) and isinstance(said, str) and not tools:
@@ -248,8 +249,9 @@ class StatefulEnvironment(Environment):
         tokens = self._encoder.encode([text])[0]
         if len(tokens) > self.max_prompt_tokens:
             raise ValueError(
-                f"a prompt has {len(tokens)} tokens with what reset of --{self.option} {self.name} "
-                f"and its tools add, --max_prompt_seq_len is {self.max_prompt_tokens}"
+                f"a prompt has {len(tokens)} tokens including the text of reset and the tools of "
+                f"--{self.option} {self.name}, but --max_prompt_seq_len is "
+                f"{self.max_prompt_tokens}"
             )
         return tokens, row
 
@@ -303,8 +305,8 @@ class StatefulEnvironment(Environment):
         if isinstance(reply, tuple):
             if len(reply) != 2:
                 raise ValueError(
-                    f"--{self.option} {self.name}: step returned a tuple of {len(reply)}; return a "
-                    "reply, or a reply and the reward of the turn; None as the reply ends the "
+                    f"--{self.option} {self.name}: step returned a tuple of {len(reply)}; return "
+                    "a reply, or a reply and the reward of the turn; a reply of None ends the "
                     "episode"
                 )
             reply, reward = reply
@@ -335,8 +337,8 @@ class StatefulEnvironment(Environment):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
-                f"--{self.option} {self.name}: an environment gave the reward {value!r}; a reward "
-                "is a finite number, or None for an episode that is not to count"
+                f"--{self.option} {self.name}: an environment returned the reward {value!r}; a "
+                "reward must be a finite number, or None to exclude the episode"
             )
         return number
 
@@ -377,7 +379,7 @@ def run_without_loop(coroutine: Coroutine[Any, Any, object]) -> object:
     except SystemExit as error:
         raise RuntimeError("sys.exit was called") from error
     coroutine.close()
-    raise RuntimeError("a function that is no `async def` returned what must be awaited")
+    raise RuntimeError("a function that is not `async def` returned an awaitable")
 
 
 async def _result(value: object) -> object:

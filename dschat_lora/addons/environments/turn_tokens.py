@@ -81,8 +81,8 @@ class TurnTokens:
             if not (_begins(once, opening + answer) and _begins(twice, once + answer)):
                 raise ValueError(
                     "the chat template renders an earlier answer differently once a message of "
-                    f"role {' and '.join(map(repr, roles))} follows, so turns do not go on from "
-                    "the tokens before: let --environment return another role, or give another "
+                    f"role {' and '.join(map(repr, roles))} follows, so a turn does not continue "
+                    "the earlier tokens: let --environment return another role, or use another "
                     "--chat_template"
                 )
         self._checked.add(roles)

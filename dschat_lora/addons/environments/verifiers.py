@@ -125,7 +125,7 @@ def _load(name: str) -> tuple[vf.Env, _Tasks]:
     tasks = _Tasks(env.taskset)
     lacking = "several agents" if len(agents) > 1 else _what_it_lacks(tasks[0])
     if lacking:
-        raise ValueError(f"{where} needs {lacking}, which there is not here")
+        raise ValueError(f"{where} needs {lacking}, which is not available here")
     return env, tasks
 
 

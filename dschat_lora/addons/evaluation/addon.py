@@ -9,8 +9,8 @@ ADDON = Addon(
         "score": "dschat_lora.addons.evaluation.verbs:score",
     },
     summaries={
-        "eval": "perplexity, preferences or rewards on rows of data",
-        "score": "score answers by a reward model",
+        "eval": "measure perplexity, preference accuracy or rewards on data",
+        "score": "score answers with a reward model",
     },
     options={
         **dict.fromkeys(

@@ -107,14 +107,14 @@ def write_kept_answers(config: GenerateConfig, options: KeepOptions) -> None:
                 unkept += answers is not None and not kept
             file.flush()
     if too_long:
-        note(f"{too_long:,} prompts are longer than {room:,} tokens: they have no answer")
+        note(f"{too_long:,} prompts are longer than {room:,} tokens and have no answer")
     if unkept:
         wanted = ["ended by itself"]
         wanted += [] if options.min_reward is None else [f"scored {lowest:g}"]
         wanted += [] if options.keep == "all" else ["was better than another"]
         note(f"{unkept:,} prompts have no row: no answer {' and '.join(wanted)}")
     if repeated:
-        note(f"{repeated:,} rows are left out: their prompt and answers came before")
+        note(f"{repeated:,} duplicate rows are left out")
     where = f" to {config.output_path}" if config.output_path else ""
     note(f"{len(seen):,} rows of {count:,} prompts written{where}")
 

@@ -11,51 +11,53 @@ from dschat_lora.config.verbs import ReadingConfig
 
 @dataclass(frozen=True)
 class EvalConfig(ReadingConfig):
-    """Measure a model on rows of data.
+    """Evaluate a model on data.
 
-    Of a language model the perplexity of the answers and, of pairs, how often the chosen answer is
-    the more probable one; of a reward model its scores and how often it prefers the chosen one.
-    With --reward_model or --judge_function also the scores of the answers that the model itself
-    gives, their mean and its standard error.
+    A language model: perplexity of the answers and, on pairs, how often the chosen answer is more
+    likely. A reward model: scores, and how often it prefers the chosen answer. --reward_model and
+    --judge_function also score the model's own answers: mean and standard error.
     """
 
-    json: bool = option(False, help="JSON on standard output")
+    json: bool = option(False, help="print JSON to standard output")
     reward_model: str | None = option(
-        None, help="reward model that scores the model's own greedy answers to the prompts"
+        None, help="reward model that scores the model's greedy answers to the prompts"
     )
     judge_function: str | None = option(
         None,
-        help="module:function that scores the same answers, as a reward function of step 3 does; "
-        "builtin:NAME for one that comes along",
+        help="module:function that scores the same answers, as a reward function of step 3; "
+        "builtin:NAME for a bundled one",
         runs="object",
     )
-    max_new_tokens: int = option(128, help="tokens of such an answer at most")
-    limit: int = option(0, help="rows to take at most, of each task too, the first ones; 0: all")
+    max_new_tokens: int = option(128, help="maximum number of tokens of such an answer")
+    limit: int = option(
+        0, help="evaluate only the first N rows, or the first N of each task; 0: all"
+    )
     tasks: tuple[str, ...] = option(
         (),
-        help="tasks of lm-evaluation-harness, or directories of task files of your own, in place "
-        "of rows; needs dschat_lora[evaluation]",
+        help="tasks of lm-evaluation-harness, or directories with your own task files, instead of "
+        "rows; needs dschat_lora[evaluation]",
     )
     num_fewshot: int | None = option(
-        None, help="worked examples before each question of --tasks; default: as the task says"
+        None,
+        help="number of few-shot examples before each question of --tasks; default: the task's own",
     )
     apply_chat_template: bool = option(
-        False, help="questions of --tasks are a user's messages, rendered by the chat template"
+        False, help="send the questions of --tasks as user messages through the chat template"
     )
     addons: Any = group(addon_options("eval"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = bool(self.data_path) or bool(self.tasks)
-        require(given, "data_path", "nothing", "a file or more to evaluate on, or --tasks")
+        require(given, "data_path", "nothing", "one or more files to evaluate on, or --tasks")
         if self.tasks:
             for name in ("data_path", "columns", "reward_model", "judge_function"):
                 if not getattr(self, name):
                     continue
-                raise ValueError(f"--tasks have their own questions and measures: drop --{name}")
+                raise ValueError(f"--tasks have their own questions and metrics: remove --{name}")
         elif self.num_fewshot is not None or self.apply_chat_template:
             name = "apply_chat_template" if self.num_fewshot is None else "num_fewshot"
-            raise ValueError(f"--{name} is for --tasks, and none is given")
+            raise ValueError(f"--{name} needs --tasks")
         require_numbers(self, ">= 0", "num_fewshot")
         require_numbers(self, ">= 1", "max_new_tokens")
         require_numbers(self, ">= 0", "limit")
@@ -63,14 +65,14 @@ class EvalConfig(ReadingConfig):
 
 @dataclass(frozen=True)
 class ScoreConfig(ReadingConfig):
-    """Score the answers of data files by a reward model, one JSON line for each row."""
+    """Score the answers in data files with a reward model, one JSON line per row."""
 
     model_name_or_path: str = option(
-        help="output directory of a reward model's training, its adapter/ or model/, a checkpoint, "
-        "or a hub name; it may stand first, without the option"
+        help="output directory of a reward model, its adapter/ or model/, a checkpoint, or a hub "
+        "name; may be given as the first argument, without the option"
     )
     data_path: tuple[str, ...] = option(
-        help="files (.jsonl .json .csv .parquet .arrow), directories of them, or hub data sets"
+        help="files (.jsonl .json .csv .parquet .arrow), directories, or hub data sets"
     )
     output_path: str | None = option(None, help="JSONL file to write; default: standard output")
     addons: Any = group(addon_options("score"))

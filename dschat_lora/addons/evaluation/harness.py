@@ -67,7 +67,7 @@ def task_measures(
     """
     if not len(setup.data.eval):
         raise ValueError(
-            "--eval_tasks are measured with the held-out rows, and there are none: give "
+            "--eval_tasks are run when held-out rows are evaluated, and there are none: give "
             "--eval_data_path or --eval_ratio"
         )
     tasks = find_tasks(given, option="--eval_tasks")
@@ -139,13 +139,13 @@ def find_tasks(given: Sequence[str], *, option: str = "--tasks") -> Tasks:
     names = [name for name in given if name not in folders]
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ValueError(
-            f"{option} {unknown[0]} is no task of lm-evaluation-harness, and no directory of task "
-            "files; lm-eval ls tasks lists them"
+            f"{option} {unknown[0]} is neither a task of lm-evaluation-harness nor a directory of "
+            "task files; lm-eval ls tasks lists the tasks"
         )
     for folder in folders:
         own = TaskManager(include_path=str(Path(folder).expanduser()), include_defaults=False)
         if not own.all_tasks:
-            raise ValueError(f"{option} {folder} holds no task: no .yaml file with a line task:")
+            raise ValueError(f"{option} {folder} contains no task: no .yaml file with a line task:")
         names += own.all_subtasks
     return Tasks(names, manager)
 
@@ -272,7 +272,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             room = self._positions - sampling.max_new_tokens
             if room < 1:
                 raise ValueError(
-                    f"a task asks for {sampling.max_new_tokens} new tokens, and the model has "
+                    f"a task requests {sampling.max_new_tokens} new tokens, but the model has "
                     f"{self._positions} positions"
                 )
             asked = [(n, self.tok_encode(requests[n].args[0])[-room:]) for n in numbers]
@@ -300,7 +300,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         }
         if given:
             raise ValueError(
-                f"a task sets {', '.join(given)} for its answers: known are until, max_gen_toks, "
-                "do_sample, temperature, top_p and top_k"
+                f"a task sets {', '.join(given)} for generation; supported are until, "
+                "max_gen_toks, do_sample, temperature, top_p and top_k"
             )
         return Sampling(most, do_sample=draws, **(drawn if draws else {})), until

@@ -121,7 +121,9 @@ def measure_policy(config: EvalConfig) -> dict[str, float]:
     scored = own_scores(config, policy, judge)
     if row.kind == "prompt" and (config.reward_model is not None or judge is not None):
         if not scored:
-            raise ValueError("no answer got a score: the rows are too long, or a judge gave None")
+            raise ValueError(
+                "no answer was scored: the rows are too long, or the judge returned None"
+            )
         return scored
     return measure_answers(config, policy) | scored
 

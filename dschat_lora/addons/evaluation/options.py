@@ -23,10 +23,12 @@ class TaskOptions:
 
     eval_tasks: tuple[str, ...] = option(
         (),
-        help="SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, measured "
-        "at each evaluation; needs dschat_lora[evaluation]",
+        help="SFT and DPO: tasks of lm-evaluation-harness, or directories of task files, to run at "
+        "each evaluation; needs dschat_lora[evaluation]",
     )
-    eval_tasks_limit: int = option(0, help="questions of each of --eval_tasks at most; 0: all")
+    eval_tasks_limit: int = option(
+        0, help="maximum number of questions from each of --eval_tasks; 0: all"
+    )
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "eval_tasks_limit")
@@ -41,7 +43,7 @@ class TaskOptions:
             return
         if config.task == "SEQ_CLS":
             raise ValueError(
-                "--eval_tasks ask a language model, and this stage trains a reward model"
+                "--eval_tasks need a language model, but this stage trains a reward model"
             )
         divided = {"tensor_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 2}
         for name, most in divided.items():
@@ -77,19 +79,18 @@ class KeepOptions:
 
     keep: Literal["best", "pair", "all"] | None = option(
         None,
-        help="write rows to train on, of answers that a reward chooses: the best one of each "
-        "prompt for sft, it and the worst one as a pair for dpo, or all of them for sft",
+        help="write training rows selected by reward: best keeps the best answer to each prompt, "
+        "for sft; pair the best and the worst one, for dpo; all every answer, for sft",
     )
     reward_model: str | None = option(None, help="reward model that scores the answers of --keep")
     reward_function: str | None = option(
         None,
-        help="module:function that scores them instead, as in step 3; builtin:NAME for one that "
-        "comes along",
+        help="module:function that scores them instead, as in step 3, or builtin:NAME",
         runs="object",
     )
     min_reward: float | None = option(
         None,
-        help="keep no answer of a lower score (rejection sampling); default: any score will do",
+        help="keep only answers with at least this score (rejection sampling); default: keep all",
     )
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class KeepOptions:
 
         if self.keep not in (None, "all") and config.num_return_sequences == 1:
             raise ValueError(
-                f"--keep {self.keep} chooses among several answers, and --num_return_sequences is "
+                f"--keep {self.keep} selects among several answers, but --num_return_sequences is "
                 "1: add --do_sample --num_return_sequences 8"
             )
         check_function("reward_function", self.reward_function)

@@ -34,15 +34,15 @@ def check_eval(config: EvalConfig) -> bool:
         check_rows(config, "prompts" if answers else "samples", source)
     if config.judge_function is not None and task_of(source) == "SEQ_CLS":
         raise ValueError(
-            f"--judge_function {config.judge_function} scores a language model's answers, and "
+            f"--judge_function {config.judge_function} scores a language model's answers, but "
             f"--model_name_or_path {config.model_name_or_path} is a reward model"
         )
     if config.reward_model is None:
         return task_of(source) == "SEQ_CLS"
     if task_of(source) == "SEQ_CLS":
         raise ValueError(
-            f"--reward_model {config.reward_model} scores a language model's answers, and "
-            f"--model_name_or_path {config.model_name_or_path} is a reward model itself"
+            f"--reward_model {config.reward_model} scores a language model's answers, but "
+            f"--model_name_or_path {config.model_name_or_path} is itself a reward model"
         )
     find_of_kind(config.reward_model, ("SEQ_CLS",), option="--reward_model")
     return False

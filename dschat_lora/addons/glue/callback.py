@@ -245,9 +245,9 @@ def best_before(checkpoint: Path) -> str | None:
         verify(path, kind="checkpoint")
     except DamagedError as error:
         raise ValueError(
-            f"--load_best_model_at_end: the best evaluation so far is that of {beside.name}, which "
-            f"cannot be used: {error}; put it beside {checkpoint}, or go on from an earlier "
-            "checkpoint"
+            f"--load_best_model_at_end: the best evaluation so far is that of {beside.name}, "
+            f"which cannot be used: {error}; put it next to {checkpoint}, or resume from an "
+            "earlier checkpoint"
         ) from error
     return str(path)
 
@@ -264,9 +264,9 @@ def check_pickles(checkpoint: Path) -> None:
         try:
             called = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is damaged, or no file of torch's: {error}") from None
+            raise ValueError(f"{path} is damaged, or not a torch file: {error}") from None
         if strange := sorted(called - _OF_DEEPSPEED):
             raise ValueError(
-                f"{path} would call {', '.join(strange)} when it is read, which no checkpoint of a "
-                "run holds"
+                f"{path} would call {', '.join(strange)} when loaded, which no checkpoint of a "
+                "run contains"
             )

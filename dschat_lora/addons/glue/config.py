@@ -110,153 +110,166 @@ class GlueConfig:
     }
 
     model_name_or_path: str = option(
-        help="hub name or local directory of the base model, or the output directory of an "
-        "earlier run, whose adapter is gone on with"
+        help="hub name or directory of the base model, or the output directory of an earlier run, "
+        "whose adapter is trained further"
     )
-    task_name: TaskName = option(help="one of the nine GLUE tasks")
+    task_name: TaskName = option(help="GLUE task to train and evaluate on")
 
     # Data.
     data_dir: str | None = of_rows(
-        None, help="directory of GLUE's own train.tsv and dev.tsv; the hub's nyu-mll/glue if absent"
+        None, help="directory with GLUE's train.tsv and dev.tsv; default: nyu-mll/glue from the hub"
     )
-    train_file: str | None = of_rows(None, help="rows to train on (.tsv .jsonl .csv .parquet)")
-    validation_file: str | None = of_rows(None, help="rows to evaluate on; MNLI: the matched ones")
+    train_file: str | None = of_rows(None, help="training rows (.tsv .jsonl .csv .parquet)")
+    validation_file: str | None = of_rows(None, help="validation rows; MNLI: the matched ones")
     validation_mismatched_file: str | None = of_rows(None, help="MNLI's mismatched rows")
     test_file: str | None = of_rows(None, help="rows of --do_predict")
-    test_mismatched_file: str | None = of_rows(None, help="MNLI's mismatched rows of --do_predict")
+    test_mismatched_file: str | None = of_rows(
+        None, help="test rows of --do_predict for MNLI mismatched"
+    )
     bad_rows: Literal["stop", "skip"] = option(
-        "stop", help="on a row that cannot be used: stop, or count it and go on"
+        "stop", help="what to do at an unusable row: stop, or skip and count it"
     )
-    max_seq_length: int = option(128, help="tokens of an input; longer ones are cut")
+    max_seq_length: int = option(
+        128, help="maximum number of tokens of an input; longer ones are truncated"
+    )
     pad_to_max_length: bool = option(
-        False, help="pad every input to --max_seq_length, not to the longest of its batch"
+        False, help="pad every input to --max_seq_length, not to the longest in its batch"
     )
-    max_train_samples: int | None = option(None, help="train on the first N rows alone")
-    max_eval_samples: int | None = option(None, help="evaluate on the first N rows alone")
+    max_train_samples: int | None = option(None, help="train on the first N rows only")
+    max_eval_samples: int | None = option(None, help="evaluate on the first N rows only")
 
     # What is trained.
     apply_lora: bool = option(False, help="train LoRA factors and the head (no-: every weight)")
-    lora_r: int = of_lora(8, help="rank of the update")
+    lora_r: int = of_lora(8, help="rank of the LoRA update")
     lora_alpha: float = of_lora(16.0, help="the update is scaled by lora_alpha / lora_r")
     lora_dropout: float = of_lora(0.0, help="dropout on the adapter's input, in [0, 1)")
     lora_init: Literal["auto", "uniform", "normal"] = of_lora(
         "auto",
-        help="distribution of A at the start: uniform U(+-1/sqrt(in)), normal N(0, 0.02); auto: "
-        "as the original, normal in DeBERTa and uniform in others",
+        help="initial distribution of A: uniform U(+-1/sqrt(in)) or normal N(0, 0.02); auto: as in "
+        "the original, normal for DeBERTa and uniform for others",
     )
     target_modules: tuple[str, ...] = of_lora(
-        (), help="layers to adapt; query and value of RoBERTa and DeBERTa-v2 when absent"
+        (), help="layers to adapt; default: query and value of RoBERTa and DeBERTa-v2"
     )
     lora_path: str | None = option(
         None,
-        help="factors and head to start from: an adapter directory, the output directory of a "
-        "run, or a file of LoRA weights; a head of other shape is dropped",
+        help="LoRA weights and head to start from: an adapter directory, the output directory of a "
+        "run, or a file of LoRA weights; a head of a different shape is dropped",
     )
     classifier_dropout: float | None = option(
-        None, help="dropout of the head, in [0, 1); the model's own when absent"
+        None, help="dropout of the head, in [0, 1); default: the model's own"
     )
     trust_remote_code: bool = option(
-        False, help="run model code that comes with a hub repository", runs="code"
+        False, help="allow running model code from a hub repository", runs="code"
     )
 
     apply_adapter: bool = option(
-        False, help="train bottleneck adapters and the head, in place of LoRA (RoBERTa, BERT)"
+        False, help="train bottleneck adapters and the head instead of LoRA (RoBERTa, BERT)"
     )
     adapter_type: Literal["houlsby", "pfeiffer"] = of_adapters(
         "houlsby",
-        help="houlsby: an adapter after attention and one after the feed-forward part of each "
-        "layer; pfeiffer: the second alone",
+        help="houlsby: one adapter after attention and one after the feed-forward part of each "
+        "layer; pfeiffer: only the second",
     )
     adapter_size: int = of_adapters(64, help="width of the bottleneck")
     adapter_path: str | None = of_adapters(
         None, help="bottleneck_adapter.safetensors of another run, to start from"
     )
     reg_loss_wgt: float = option(
-        0.0, help="weight of the divergence of two passes over each batch (R-Drop); 0: one pass"
+        0.0,
+        help="weight of the KL divergence between two passes over each batch (R-Drop); 0: one pass",
     )
     masking_prob: float = option(
-        0.0, help="share of the second pass's tokens that become unknown (token cutoff), in [0, 1)"
+        0.0, help="fraction of the second pass's tokens that are masked (token cutoff), in [0, 1)"
     )
 
     # The Trainer's.
-    do_train: bool = option(True, help="train (no-: evaluate what is there)")
-    do_eval: bool = option(True, help="evaluate at the end")
-    do_predict: bool = option(False, help="write predictions for the test rows at the end")
+    do_train: bool = option(True, help="run training (no-: evaluate only)")
+    do_eval: bool = option(True, help="run evaluation at the end")
+    do_predict: bool = option(False, help="write predictions on the test rows at the end")
     learning_rate: float = option(5e-5, help="peak learning rate")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
-        "linear", help="shape of the schedule"
+        "linear", help="type of learning-rate schedule"
     )
-    num_train_epochs: float = option(3.0, help="passes over the training rows")
-    max_steps: int = option(-1, help="optimizer steps instead of epochs; -1: by epochs")
-    per_device_train_batch_size: int = option(8, help="rows of a process at a time")
-    per_device_eval_batch_size: int = option(8, help="rows evaluated by a process at a time")
-    gradient_accumulation_steps: int = option(1, help="batches of an optimizer step")
-    warmup_ratio: float = option(0.0, help="share of the steps to warm up over, rounded up")
-    warmup_steps: int = option(0, help="steps to warm up over, instead of --warmup_ratio")
-    weight_decay: float = option(0.0, help="decay of all but biases and LayerNorm")
-    adam_beta1: float = option(0.9, help="decay of the first moment")
-    adam_beta2: float = option(0.999, help="decay of the second moment")
-    adam_epsilon: float = option(1e-8, help="added to the root of the second moment")
-    max_grad_norm: float = option(1.0, help="clip gradients to this norm; 0: do not")
-    eval_strategy: Strategy = option("no", help="when to evaluate, besides the end")
-    eval_steps: int | None = option(None, help="steps between; default: as --logging_steps")
+    num_train_epochs: float = option(3.0, help="number of training epochs")
+    max_steps: int = option(
+        -1, help="number of optimizer steps; overrides --num_train_epochs; -1: by epochs"
+    )
+    per_device_train_batch_size: int = option(8, help="training batch size per process")
+    per_device_eval_batch_size: int = option(8, help="evaluation batch size per process")
+    gradient_accumulation_steps: int = option(1, help="batches per optimizer step")
+    warmup_ratio: float = option(0.0, help="fraction of the steps used for warm-up, rounded up")
+    warmup_steps: int = option(0, help="number of warm-up steps; overrides --warmup_ratio")
+    weight_decay: float = option(
+        0.0, help="weight decay of all parameters except biases and LayerNorm"
+    )
+    adam_beta1: float = option(0.9, help="beta1 of AdamW")
+    adam_beta2: float = option(0.999, help="beta2 of AdamW")
+    adam_epsilon: float = option(1e-8, help="epsilon of AdamW")
+    max_grad_norm: float = option(1.0, help="maximum gradient norm for clipping; 0: no clipping")
+    eval_strategy: Strategy = option("no", help="when to evaluate, in addition to the end")
+    eval_steps: int | None = option(
+        None, help="steps between evaluations; default: --logging_steps"
+    )
     save_strategy: Strategy = option("steps", help="when to write checkpoint-N")
     save_steps: int = option(500, help="steps between checkpoints of --save_strategy steps")
-    save_total_limit: int | None = option(None, help="newest checkpoints kept; all when absent")
+    save_total_limit: int | None = option(
+        None, help="number of newest checkpoints to keep; default: all"
+    )
     load_best_model_at_end: bool = option(
-        False, help="end with the weights of the best evaluation, which is kept as a checkpoint"
+        False, help="load the best checkpoint at the end of training; it is always kept"
     )
     metric_for_best_model: str | None = option(
         None,
-        help="measure that tells the best evaluation, such as accuracy or loss; default: the "
-        "task's first, which the paper reports",
+        help="metric that selects the best model, such as accuracy or loss; default: the task's "
+        "first, which the paper reports",
         when="load_best_model_at_end",
     )
-    logging_steps: int = option(500, help="steps between lines of training")
+    logging_steps: int = option(500, help="steps between logged lines")
     logging_dir: str | None = classic(
-        None, help="accepted from the original; numbers go to metrics.jsonl of --output_dir"
+        None, help="accepted from the original; metrics go to metrics.jsonl in --output_dir"
     )
-    fp16: bool = option(False, help="compute in fp16, with a scaled loss")
-    bf16: bool = option(False, help="compute in bf16")
+    fp16: bool = option(False, help="train in fp16, with loss scaling")
+    bf16: bool = option(False, help="train in bf16")
     gradient_checkpointing: bool = option(
-        False, help="recompute activations in the backward pass instead of keeping them"
+        False, help="recompute activations in the backward pass to save memory"
     )
-    dataloader_num_workers: int = option(0, help="processes that prepare batches")
+    dataloader_num_workers: int = option(0, help="number of data-loader processes")
     deepspeed: str | None = option(None, help="DeepSpeed JSON, such as configs/ds/zero2.json")
 
     # Where it goes, and how often the same.
-    seed: int = option(42, help="seed of the head, the factors, the order and dropout")
+    seed: int = option(
+        42, help="random seed of the head, the LoRA weights, the data order and dropout"
+    )
     seeds: int = option(
         1,
-        help="runs from --seed on, in OUTPUT_DIR/seed-N; seeds.json has the median and the "
-        "deviation of their measures",
+        help="number of runs with consecutive seeds from --seed, in OUTPUT_DIR/seed-N; seeds.json "
+        "has the median and deviation of their metrics",
     )
-    use_deterministic_algorithms: bool = option(
-        False, help="refuse operations whose result depends on timing"
-    )
+    use_deterministic_algorithms: bool = option(False, help="use only deterministic operations")
     output_dir: str | None = option(
-        None, help="what the run writes; default: the first free of output/glue-TASK, -2, -3, ..."
+        None, help="output directory; default: the first free one of output/glue-TASK, -2, -3, ..."
     )
     overwrite_output_dir: bool = option(
-        False, help="delete what an earlier run left in --output_dir"
+        False, help="overwrite the files of an earlier run in --output_dir"
     )
     resume_from_checkpoint: str | None = option(
         None,
-        help="go on from a checkpoint: latest (the newest sound one of --output_dir), auto (the "
-        "same, or a fresh start where there is none), a checkpoint-N, or a run's directory; "
-        "options not typed are those of its run",
+        help="resume from a checkpoint: latest (the newest valid one in --output_dir), auto (the "
+        "same, or a new run if there is none), a checkpoint-N, or a run's directory; options "
+        "that are not given are taken from its run",
     )
     accept_changed_data: bool = option(
         False,
-        help="with --resume_from_checkpoint: go on where the data are not those of the checkpoint, "
-        "or cannot be compared with them",
+        help="with --resume_from_checkpoint: resume even if the data has changed since the "
+        "checkpoint, or cannot be compared",
     )
     distributed_timeout: float = option(
         120.0,
-        help="seconds after which a process that is not heard of ends the run (300 at least until "
-        "the first step is over)",
+        help="seconds without a sign of life from a process after which the run ends (at least 300 "
+        "until the first step is done)",
     )
-    dry_run: bool = option(False, help="check options and data, print, and stop")
+    dry_run: bool = option(False, help="check options and data, print them, and exit")
 
     given: frozenset[str] = given_options()
     # as of the other stages
@@ -271,7 +284,7 @@ class GlueConfig:
         require_numbers(self, ">= 0", *at_least_zero, "reg_loss_wgt")
         positive = ("learning_rate", "lora_alpha", "distributed_timeout")
         require_numbers(self, "> 0", *positive)
-        wanted = "> 0; --no-do_train evaluates alone"
+        wanted = "> 0; --no-do_train only evaluates"
         require(self.num_train_epochs > 0, "num_train_epochs", self.num_train_epochs, wanted)
         require(self.max_steps == -1 or self.max_steps >= 1, "max_steps", self.max_steps, ">= 1")
         # What NumPy's generator takes.

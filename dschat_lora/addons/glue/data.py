@@ -21,20 +21,20 @@ class Split(NamedTuple):
 
 # MNLI alone has two kinds of each but the first.
 SPLITS = {
-    "train": Split("train_file", ("train",), "evaluate alone with --no-do_train"),
+    "train": Split("train_file", ("train",), "use --no-do_train to evaluate only"),
     "validation": Split(
         "validation_file",
         ("dev_matched", "dev", "validation_matched", "validation"),
-        "leave evaluation out with --no-do_eval",
+        "use --no-do_eval to skip evaluation",
     ),
     "validation_mismatched": Split(
         "validation_mismatched_file",
         ("dev_mismatched", "validation_mismatched"),
-        "name files one by one with --validation_file",
+        "give the files with --validation_file",
     ),
-    "test": Split("test_file", ("test_matched", "test"), "leave out --do_predict"),
+    "test": Split("test_file", ("test_matched", "test"), "remove --do_predict"),
     "test_mismatched": Split(
-        "test_mismatched_file", ("test_mismatched",), "name files one by one with --test_file"
+        "test_mismatched_file", ("test_mismatched",), "give the files with --test_file"
     ),
 }
 _SUFFIXES = (".tsv", ".jsonl", ".json", ".csv", ".parquet")
@@ -83,7 +83,7 @@ def find_files(config: GlueConfig) -> dict[str, Path | None]:
         raise ValueError(f"--{odd[0]} is for --task_name mnli, not {config.task_name}")
     if config.data_dir is not None:
         if given:
-            raise ValueError(f"--data_dir and --{given[0]} both say where rows are; give one")
+            raise ValueError(f"--data_dir and --{given[0]} both name the rows; give one")
         return {split: _in_directory(config, split) for split in split_names(config)}
     files: dict[str, Path | None] = {}
     for split in split_names(config):
@@ -94,7 +94,7 @@ def find_files(config: GlueConfig) -> dict[str, Path | None]:
             files[split] = _existing(value, option)
         elif not split.endswith("_mismatched"):
             raise ValueError(
-                f"--{option} is missing beside --{given[0]}; give it, or {SPLITS[split].way_out}"
+                f"--{option} is needed with --{given[0]}; give it, or {SPLITS[split].way_out}"
             )
     return files
 
@@ -137,7 +137,7 @@ def read_split(
                 raise
             skipped.append(str(error))
     if not examples:
-        raise ValueError("; ".join([f"{source} has no row that can be used", *skipped[:1]]))
+        raise ValueError("; ".join([f"{source} has no usable row", *skipped[:1]]))
     return TaskSplit(examples, skipped, source)
 
 
@@ -153,7 +153,7 @@ def _read_hub(config: GlueConfig, split: str) -> tuple[Iterator[RawRow], str]:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"{HUB_NAME} ({config.task_name}, {name}) could not be loaded from the hub: {reason}; "
-            "give local files by --data_dir, or --train_file and --validation_file"
+            "give local files with --data_dir, or --train_file and --validation_file"
         ) from error
     place = f"{HUB_NAME}/{config.task_name}/{name}"
     return (RawRow(f"{place}:{number}", row) for number, row in enumerate(rows, start=1)), place
@@ -240,7 +240,7 @@ def _in_directory(config: GlueConfig, split: str) -> Path:
     assert config.data_dir is not None
     directory = Path(config.data_dir).expanduser()
     if not directory.is_dir():
-        raise ValueError(f"--data_dir {config.data_dir} is no directory")
+        raise ValueError(f"--data_dir {config.data_dir} is not a directory")
     places = (directory, directory / config.task.folder, directory / config.task_name)
     stems = [s for s in SPLITS[split].stems if config.task_name == "mnli" or "matched" not in s]
     names = [stem + suffix for stem in stems for suffix in _SUFFIXES]
@@ -257,7 +257,7 @@ def _in_directory(config: GlueConfig, split: str) -> Path:
 def _existing(value: str, option: str) -> Path:
     path = Path(value).expanduser()
     if not path.is_file():
-        raise ValueError(f"--{option} {value} is no file")
+        raise ValueError(f"--{option} {value} is not a file")
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"--{option} {value} must end in one of {' '.join(_SUFFIXES)}")
     return path

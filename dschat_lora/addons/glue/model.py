@@ -68,8 +68,9 @@ def adapt(model: PreTrainedModel, config: GlueConfig) -> None:
     adapted = apply_lora(model, lora_settings(model, config), seed=config.seed)
     if heads := [name for name in adapted if is_head(model, name)]:
         raise ValueError(
-            f"--target_modules {' '.join(config.target_modules)} takes {heads[0]} of the head, "
-            "which trains in full; give longer endings without it, such as intermediate.dense"
+            f"--target_modules {' '.join(config.target_modules)} matches {heads[0]} of the head, "
+            "which is trained in full; use longer suffixes that exclude it, such as "
+            "intermediate.dense"
         )
     for name, parameter in model.named_parameters():
         if is_head(model, name):
@@ -93,7 +94,7 @@ def lora_settings(model: PreTrainedModel, config: GlueConfig) -> LoraConfig:
     targets = config.target_modules or _TARGETS.get(kind)
     if targets is None:
         raise ValueError(
-            f"--apply_lora: a model of type {kind!r} needs --target_modules, the names of its "
+            f"--apply_lora: for a model of type {kind!r} give --target_modules, the names of its "
             "query and value layers"
         )
     return LoraConfig(
@@ -152,7 +153,7 @@ def start_from(
     heads = {_top(name) for name in own if not is_factor(name)}
     for name in given:
         if name not in own and _top(name) not in heads:
-            raise ValueError(f"{path} holds {name}, which the model has no place for")
+            raise ValueError(f"{path} contains {name}, which the model does not have")
     _copy_fitting(own, given, is_factor, path, say)
 
 

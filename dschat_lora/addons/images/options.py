@@ -12,11 +12,10 @@ from dschat_lora.config.values import ALL_BESIDE
 class ImageOptions:
     section = "pictures"
 
-    allow_image_urls: bool = option(
-        False, help="read pictures of rows from the network where they are http(s) addresses"
-    )
+    allow_image_urls: bool = option(False, help="download images whose rows give http(s) addresses")
     max_image_pixels: int = option(
-        50_000_000, help="most pixels of a picture, which is refused before it is decoded"
+        50_000_000,
+        help="maximum number of pixels of an image; larger ones are rejected before decoding",
     )
 
     def __post_init__(self) -> None:
@@ -26,11 +25,12 @@ class ImageOptions:
 @dataclass(frozen=True)
 class TrainingImageOptions(ImageOptions):
     train_vision: bool = option(
-        False, help="adapt the linear layers of the part that sees and of its projector, too"
+        False, help="also adapt the linear layers of the vision encoder and its projector"
     )
     vision_learning_rate: float | None = option(
         None,
-        help="rate of adapters there, by --train_vision or --target_modules; default: as others",
+        help="learning rate of the vision adapters (of --train_vision or --target_modules); "
+        "default: that of the others",
     )
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class TrainingImageOptions(ImageOptions):
 @dataclass(frozen=True)
 class PromptImageOptions(ImageOptions):
     image: tuple[str, ...] = option(
-        (), help="files of pictures in front of each of --prompts, or where it has <image>"
+        (), help="image files placed before each of --prompts, or at its <image> placeholders"
     )
 
     def record_of(self, location: str, prompt: Any, chat: Any) -> Any:

@@ -6,7 +6,7 @@ ADDON = Addon(
     "inspect",
     verbs={name: f"dschat_lora.addons.inspect.verbs:{name}" for name in ("inspect", "accept")},
     summaries={
-        "inspect": "say what a directory is, and how it came about",
-        "accept": "vouch for an adapter that was changed on purpose",
+        "inspect": "describe a directory and where it comes from",
+        "accept": "accept an adapter whose files were changed on purpose",
     },
 )

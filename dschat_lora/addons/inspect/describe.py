@@ -34,13 +34,15 @@ _TRAINING = (
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Say what a directory is: an adapter, a checkpoint, a run or a model, and how it came about.
+    """Describe a directory: adapter, checkpoint, run or model, and where it comes from.
 
-    Weights are not loaded. Exit code 1 where its files are not those of its manifest.
+    Weights are not loaded. The exit code is 1 if the files differ from their manifest.
     """
 
-    path: str = option(help="the directory; it may stand first, without the option")
-    json: bool = option(False, help="one JSON object on standard output")
+    path: str = option(
+        help="directory to describe; may be given as the first argument, without the option"
+    )
+    json: bool = option(False, help="print one JSON object to standard output")
 
 
 def inspect_directory(config: InspectConfig) -> bool:

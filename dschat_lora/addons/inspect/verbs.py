@@ -20,8 +20,8 @@ def inspect(argv: list[str]) -> None:
 
 def accept(argv: list[str]) -> None:
     """Run ``dschat-lora accept``."""
-    parser = Parser("dschat-lora accept", "Vouch for an adapter that was changed on purpose.")
-    parser.add_argument("adapter", help="its directory, whose manifest is written anew")
+    parser = Parser("dschat-lora accept", "Accept an adapter whose files were changed on purpose.")
+    parser.add_argument("adapter", help="adapter directory whose manifest is rewritten")
     directory = parser.values(argv, [])["adapter"]
     accept_adapter(directory)
     log_once(f"{directory}: its files are the ones its manifest says")

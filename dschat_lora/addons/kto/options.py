@@ -16,8 +16,8 @@ class KtoOptions:
 
     fixed: ClassVar = ("desirable_weight", "undesirable_weight")
 
-    desirable_weight: float = option(1.0, help="kto: weight of the loss of good answers")
-    undesirable_weight: float = option(1.0, help="kto: weight of the loss of bad answers")
+    desirable_weight: float = option(1.0, help="kto: weight of the loss on desirable answers")
+    undesirable_weight: float = option(1.0, help="kto: weight of the loss on undesirable answers")
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "desirable_weight", "undesirable_weight")

@@ -5,7 +5,7 @@ from dschat_lora.config.addons import Addon
 ADDON = Addon(
     "loralib",
     verbs={"extract": "dschat_lora.addons.loralib.verbs:extract"},
-    summaries={"extract": "LoRA and head of a full checkpoint to PEFT"},
+    summaries={"extract": "extract the LoRA weights and head of a full checkpoint to PEFT"},
     functions={
         name: f"dschat_lora.addons.loralib.deepspeed_chat:{name}"
         for name in (

@@ -9,22 +9,31 @@ def extract(argv: list[str]) -> None:
     """Run ``dschat-lora extract``."""
     parser = Parser(
         "dschat-lora extract",
-        "Write the LoRA factors and the head that a full checkpoint holds as an "
-        "adapter that PEFT loads.",
+        "Extract the LoRA weights and the head of a full checkpoint as an adapter for PEFT.",
     )
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="directory (the Trainer's checkpoint-N), or file of a model's or of LoRA weights",
+        help="directory (the Trainer's checkpoint-N) or file with model or LoRA weights",
     )
     parser.add_argument(
-        "--base", metavar="MODEL", required=True, help="hub name or directory of the clean base"
+        "--base",
+        metavar="MODEL",
+        required=True,
+        help="hub name or directory of the unmodified base model",
     )
     parser.add_argument(
-        "--lora_alpha", metavar="X", type=float, help="of the training; no checkpoint says it"
+        "--lora_alpha",
+        metavar="X",
+        type=float,
+        help="lora_alpha of the training, which checkpoints do not record",
     )
     parser.add_argument(
-        "--enable_lora", metavar="PART", nargs="*", action="once", help="q, k, v of packed layers"
+        "--enable_lora",
+        metavar="PART",
+        nargs="*",
+        action="once",
+        help="parts (q, k, v) of packed projections that were trained",
     )
     parser.add_argument("--output_dir", metavar="DIR", help="default: CHECKPOINT/adapter")
     chosen = parser.values(argv, ["base", "lora_alpha", "enable_lora", "output_dir"])

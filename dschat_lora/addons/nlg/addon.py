@@ -5,7 +5,7 @@ from dschat_lora.config.addons import Addon
 ADDON = Addon(
     "nlg",
     verbs={"nlg": "dschat_lora.addons.nlg.verbs:nlg"},
-    summaries={"nlg": "GPT-2 puts data into words: train, decode, format or evaluate"},
+    summaries={"nlg": "data-to-text generation with GPT-2: train, decode, format or evaluate"},
     titles={"nlg": "Text generation from data"},
     provides={
         "row_format": {

@@ -56,57 +56,66 @@ class DecodeConfig:
 
     model_name_or_path: str | None = option(
         None,
-        help="output directory of a training, its adapter/ or model/, or a hub name; with "
-        "--lora_path the base",
+        help="output directory of a run, its adapter/ or model/, or a hub name; with --lora_path "
+        "the base model",
     )
     init_checkpoint: str | None = option(None, help=_WEIGHTS)
     model_card: ModelCard | None = option(None, help=_CARD)
     data_path: tuple[str, ...] = option(
-        (), help="files of meanings (.txt .json .jsonl .csv .parquet), with or without references"
+        (),
+        help="files of meaning representations (.txt .json .jsonl .csv .parquet), with or without "
+        "references",
     )
-    output_path: str = option("predictions.jsonl", help="JSONL file to write, in --work_dir")
-    work_dir: str | None = option(None, help="directory of a relative --output_path")
+    output_path: str = option(
+        "predictions.jsonl", help="JSONL file to write, relative to --work_dir"
+    )
+    work_dir: str | None = option(None, help="directory for a relative --output_path")
     lora_path: str | None = option(
-        None, help="file of LoRA factors alone, to put on --model_name_or_path"
+        None, help="file with LoRA weights only, applied to --model_name_or_path"
     )
     lora_dim: int | None = option(
-        None, help="rank of the factors; checked, for the weights tell it; 0: there are none"
+        None, help="rank of the LoRA weights, checked against the file; 0: no LoRA"
     )
     lora_alpha: float | None = option(
-        None, help="alpha of factors that do not say it, as loralib's files do not"
+        None, help="lora_alpha of a file that does not record it, such as loralib's"
     )
     enable_lora: tuple[str, ...] = option(
         (),
-        help="parts of the packed projection in a --lora_path that does not say them: q v, which "
-        "is what an --init_checkpoint has when absent",
+        help="parts of the packed projection in a --lora_path that does not record them; default: "
+        "q v, as for an --init_checkpoint",
     )
-    num_beams: int = option(10, help="width of the search; 1: greedy")
+    num_beams: int = option(10, help="number of beams; 1: greedy decoding")
     length_penalty: float = option(
-        0.8, help="a text's log-probability is divided by its tokens to this power"
+        0.8, help="exponent of the length by which a text's log-probability is divided"
     )
-    no_repeat_ngram_size: int = option(4, help="no n tokens occur twice in a text; 0: they may")
+    no_repeat_ngram_size: int = option(
+        4, help="n-grams of this size can occur only once in a text; 0: no limit"
+    )
     repetition_penalty: float = option(
-        1.0, help="log-probabilities of a text's own tokens are multiplied by this; 1: not at all"
+        1.0, help="factor on the log-probabilities of tokens that a text already has; 1: no penalty"
     )
-    min_length: int = option(0, help="tokens of a text before it may end")
-    max_new_tokens: int = option(64, help="tokens of a text at most")
+    min_length: int = option(0, help="minimum number of tokens of a text")
+    max_new_tokens: int = option(64, help="maximum number of tokens of a text")
     seq_len: int | None = option(
-        None, help="tokens of a meaning and its text at most; the model's positions when absent"
+        None,
+        help="maximum number of tokens of input and text together; default: the model's positions",
     )
     eos_token_id: tuple[int, ...] = option(
-        (), help="tokens that end a text besides the tokenizer's; 628 is GPT-2's empty line"
+        (), help="ids of further tokens that end a text; 628 is GPT-2's empty line"
     )
-    per_device_eval_batch_size: int = option(16, help="meanings at a time on each device")
-    dtype: Dtype = option("auto", help="compute type; auto: as in training")
+    per_device_eval_batch_size: int = option(16, help="inputs per device")
+    dtype: Dtype = option("auto", help="compute dtype; auto: as in training")
     attn_implementation: Literal["auto", "sdpa", "eager"] = option(
-        "auto", help="attention kernel of transformers; auto: sdpa where it has it, else eager"
+        "auto",
+        help="attention implementation of transformers; auto: sdpa if the model supports it, else "
+        "eager",
     )
     trust_remote_code: bool = option(
-        False, help="run model code that comes with a hub repository", runs="code"
+        False, help="allow running model code from a hub repository", runs="code"
     )
-    seed: int = option(1234, help="accepted from the original; the search draws nothing")
+    seed: int = option(1234, help="accepted from the original; beam search samples nothing")
     platform: Literal["local", "k8s", "azure", "philly"] = classic("local", help=_PLATFORM)
-    dry_run: bool = option(False, help="check options, files and data, and stop")
+    dry_run: bool = option(False, help="check options, files and data, and exit")
 
     def __post_init__(self) -> None:
         require(bool(self.data_path), "data_path", "nothing", "a file or more of meanings")
@@ -138,30 +147,31 @@ class EvaluateConfig:
     """Compare written texts with their references, by every metric of the field."""
 
     predictions: tuple[str, ...] = option(
-        (), help="JSONL file that decode wrote; of several the median and deviation are shown"
+        (), help="JSONL file written by decode; for several the median and deviation are shown"
     )
     references: str | None = option(
         None,
-        help="text files in its place: those of a text apart by an empty line, as e2e-metrics "
-        "takes them, or with --ref_num N files REFERENCES0, REFERENCES1, ... of one a text",
+        help="text files instead: references of one text per block, with empty lines between "
+        "blocks, as in e2e-metrics, or with --ref_num N files REFERENCES0, REFERENCES1, ... "
+        "with one reference per text",
     )
-    hypotheses: str | None = option(None, help="written texts of --references, one a line")
-    metrics: tuple[MetricName, ...] = option((), help="those to compute; all when absent")
+    hypotheses: str | None = option(None, help="generated texts for --references, one per line")
+    metrics: tuple[MetricName, ...] = option((), help="metrics to compute; default: all")
     profile: Profile = option(
         "e2e",
-        help="how texts are prepared: e2e as they are; webnlg, dart split at every sign that is "
-        "no letter or digit, in lower case",
+        help="preprocessing of texts: e2e leaves them as they are; webnlg and dart split at every "
+        "character that is not a letter or digit, and lowercase",
     )
     filter: Filter = option(
-        "all", help="of WebNLG: the ten categories seen in training, the others, or all"
+        "all", help="WebNLG: the ten categories seen in training, the unseen ones, or all"
     )
     ref_num: int | None = option(
         None,
-        help="references of a meaning at most, the first ones; 0: all; default: all for e2e, 6 for "
+        help="use only the first N references of each input; 0: all; default: all for e2e, 6 for "
         "webnlg and dart, as in the published scores",
     )
-    output_path: str | None = option(None, help="JSON file of the numbers")
-    dry_run: bool = option(False, help="check options and files, and stop")
+    output_path: str | None = option(None, help="JSON file to write the scores to")
+    dry_run: bool = option(False, help="check options and files, and exit")
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "ref_num")
@@ -178,27 +188,31 @@ class FormatConfig:
     # names of gpt2_decode.py
     spellings: ClassVar[Mapping[str, str]] = {"sample_file": "predictions", "ref_type": "profile"}
 
-    predictions: str = option(help="JSONL file that decode, or the original's gpt2_beam.py, wrote")
-    output_ref_file: str = option(
-        help="references: a file for e2e, else a directory of reference0, reference1, ..."
+    predictions: str = option(
+        help="JSONL file written by decode, or by the original's gpt2_beam.py"
     )
-    output_pred_file: str = option(help="written texts, one a line")
+    output_ref_file: str = option(
+        help="references to write: a file for e2e, else a directory of reference0, reference1, ..."
+    )
+    output_pred_file: str = option(help="generated texts to write, one per line")
     input_file: str | None = option(
         None,
-        help="the original's test_formatted.jsonl, whose rows the predictions' `id` counts; they "
-        "hold their references themselves when absent",
+        help="the original's test_formatted.jsonl, into which the predictions' `id` points; "
+        "default: the references in the predictions",
     )
     vocab: str | None = option(
         None,
-        help="directory of GPT-2's encoder.json or vocab.json, for predictions that are token ids "
-        "alone",
+        help="directory with GPT-2's encoder.json or vocab.json, for predictions that are token "
+        "ids only",
     )
     profile: Profile = option("e2e", help="e2e: as e2e-metrics; webnlg, dart: as GenerationEval")
-    ref_num: int = option(4, help="files of references for webnlg and dart; the first fills gaps")
-    tokenize: bool = option(False, help="split at every sign that is no letter or digit")
-    lower: bool = option(False, help="write in lower case")
-    filter: Filter = option("all", help="of WebNLG: seen or unseen categories, or all")
-    dry_run: bool = option(False, help="check options and files, and stop")
+    ref_num: int = option(
+        4, help="number of reference files for webnlg and dart; missing references repeat the first"
+    )
+    tokenize: bool = option(False, help="split at every character that is not a letter or digit")
+    lower: bool = option(False, help="lowercase the texts")
+    filter: Filter = option("all", help="WebNLG: seen or unseen categories, or all")
+    dry_run: bool = option(False, help="check options and files, and exit")
 
     def __post_init__(self) -> None:
         require_numbers(self, ">= 1", "ref_num")
@@ -210,28 +224,30 @@ class NlgOptimConfig(OptimConfig):
 
     lr_scheduler_type: Literal["linear", "cosine", "cycle", "constant"] = option(  # type: ignore[assignment]
         "linear",
-        help="shape of the rate over the steps, as in the original; cycle follows --i_steps and "
+        help="type of learning-rate schedule, as in the original; cycle follows --i_steps and "
         "--i_lrs",
     )
     learning_rate: float = option(
-        5e-5, help="peak rate of base weights, where they train", when=base_rate_note
+        5e-5, help="peak learning rate of base weights, if they are trained", when=base_rate_note
     )
     i_steps: str | None = option(
-        None, help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the last ends the run"
+        None,
+        help="steps of --lr_scheduler_type cycle, such as 0,500,26290; the run ends at the last",
     )
     i_lrs: str | None = option(
-        None, help="learning rates at --i_steps, such as 0,2e-4,0; straight lines lie between"
+        None,
+        help="learning rates at --i_steps, such as 0,2e-4,0, with linear interpolation between",
     )
     scheduler_counts_micro_steps: bool = option(
         False,
-        help="--num_warmup_steps, --i_steps and the run's length count micro-batches, as the "
-        "original does, and not optimizer steps",
+        help="count --num_warmup_steps, --i_steps and the length of the run in micro-batches, as "
+        "the original does, instead of optimizer steps",
     )
     correct_bias: bool = option(
-        True, help="correct Adam's moments for starting at zero (no-: the original's default)"
+        True, help="use Adam's bias correction (no-: the original's default)"
     )
     decay_after_update: bool = option(
-        False, help="decay the weights that the update has made, as the original's AdamW does"
+        False, help="apply weight decay after the update, as the original's AdamW does"
     )
 
     def __post_init__(self) -> None:
@@ -313,27 +329,28 @@ class NlgConfig(SupervisedConfig):
     )
     label_smooth: float = option(
         0.0,
-        help="share of each target spread over the vocabulary in training, in [0, 1); at most "
-        "1e-4 means none",
+        help="label smoothing in training, in [0, 1); at most 1e-4 means none",
         section="training",
     )
     init_checkpoint: str | None = option(None, help=_WEIGHTS, section="model")
     model_card: ModelCard | None = option(None, help=_CARD, section="model")
     save_epochs: bool = option(
         False,
-        help="keep the factors of every epoch, lora/epoch-1.safetensors and so on, for decode "
-        "--lora_path",
+        help="save the LoRA weights of every epoch as lora/epoch-1.safetensors and so on, for "
+        "decode --lora_path",
         section="output and checkpoints",
     )
     seeds: int = option(
         1,
-        help="runs from --seed on, in OUTPUT_DIR/seed-N; seeds.json has the median and the "
-        "deviation of their results",
+        help="number of runs with consecutive seeds from --seed, in OUTPUT_DIR/seed-N; seeds.json "
+        "has the median and deviation of their results",
         section="training",
     )
-    obj: Literal["clm", "jlm"] = classic("clm", help="jlm: same as --train_on_prompt")
+    obj: Literal["clm", "jlm"] = classic("clm", help="jlm is the same as --train_on_prompt")
     fp16: bool = classic(False, help="same as --dtype fp16")
-    no_decay_bias: bool = classic(False, help="accepted from the original; biases never decay")
+    no_decay_bias: bool = classic(
+        False, help="accepted from the original; weight decay never applies to biases"
+    )
     platform: Literal["local", "k8s", "azure", "philly"] = classic("local", help=_PLATFORM)
 
     def __post_init__(self) -> None:

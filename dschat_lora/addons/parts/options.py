@@ -22,8 +22,8 @@ class PartsOptions:
 
     parts: tuple[str, ...] = option(
         (),
-        help="module:Class, one or several, of objects that are told of every step and iteration "
-        "(after_step, after_iteration): metrics, logs and coefficients of your own",
+        help="one or more module:Class whose objects are called after every step and iteration "
+        "(after_step, after_iteration), for your own metrics, logs and coefficients",
         runs="object",
     )
 

@@ -6,7 +6,7 @@ ADDON = Addon(
     "pipeline",
     verbs={name: f"dschat_lora.addons.pipeline.verbs:{name}" for name in ("pipeline", "recipes")},
     summaries={
-        "pipeline": "run all stages of a YAML file, or go on",
+        "pipeline": "run or resume all stages of a YAML file",
         "recipes": "list the recipes that come with the package",
     },
     needs=("report",),

@@ -14,22 +14,26 @@ def pipeline(argv: list[str]) -> None:
     """Run ``dschat-lora pipeline``."""
     parser = Parser(
         "dschat-lora pipeline",
-        "Run the stages of a YAML file one after another; those that are finished are "
-        "skipped, one that was stopped goes on.",
+        "Run the stages of a YAML file one after another; finished ones are skipped, and a "
+        "stopped one is resumed.",
     )
     parser.add_argument(
-        "file", metavar="FILE", help="YAML file of the stages and their options, or a recipe's name"
+        "file",
+        metavar="FILE",
+        help="YAML file with the stages and their options, or the name of a recipe",
     )
-    parser.add_argument("--output_dir", metavar="DIR", help="instead of the file's output_dir")
-    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
+    parser.add_argument("--output_dir", metavar="DIR", help="overrides output_dir of the file")
     parser.add_argument(
-        "--dry_run", action="store_true", help="check all stages, say what would run, and stop"
+        "--num_gpus", metavar="N", type=int, help="number of processes, one per GPU"
+    )
+    parser.add_argument(
+        "--dry_run", action="store_true", help="check all stages, print what would run, and exit"
     )
     parser.add_argument(
         "--from",
         dest="redo_from",
         metavar="STAGE",
-        help="do this stage and all later ones again, over what they left",
+        help="run this stage and all later ones again, overwriting their output",
     )
     parser.add_argument(
         "--set",
@@ -38,7 +42,7 @@ def pipeline(argv: list[str]) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="options instead of the file's",
+        help="override options of the file",
     )
     chosen = parser.values(argv, ["output_dir", "num_gpus", "dry_run", "from", "set"])
     late("addons.pipeline.run:run_pipeline")(**chosen)
@@ -47,7 +51,9 @@ def pipeline(argv: list[str]) -> None:
 def recipes(argv: list[str]) -> None:
     """Run ``dschat-lora recipes``."""
     parser = Parser("dschat-lora recipes", "List the recipes that come with the package.")
-    parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON list to standard output"
+    )
     paths = bundled.recipes()
     if parser.values(argv, ["json"])["json"]:
         log_once(to_json([_facts(name, path) for name, path in paths.items()]))

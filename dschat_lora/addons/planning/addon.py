@@ -11,10 +11,10 @@ ADDON = Addon(
         "models": "dschat_lora.addons.planning.verbs:models",
     },
     summaries={
-        "plan": "memory, time and what fits, before a run",
-        "tune": "find a stage's rate, rank and batch by short runs",
-        "doctor": "whether this machine can train, and what to do",
-        "models": "types of models, and what each can do",
+        "plan": "estimate the memory and time of a run, and what fits",
+        "tune": "search for learning rate, rank and batch size by short runs",
+        "doctor": "check whether this machine can train",
+        "models": "list supported model types and their features",
     },
     functions={
         name: f"dschat_lora.addons.planning.python:{name}"

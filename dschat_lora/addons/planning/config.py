@@ -8,42 +8,44 @@ from dschat_lora.config.options import option
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
+    """Search for a stage's learning rate and, optionally, its rank and batch size by short runs.
 
-    Successive halving ends runs that fall behind. A trial that is not ended is a whole run. The
-    other options are the stage's own; --max_steps is the length of a whole trial. Needs
+    Successive halving stops trials that fall behind; a trial that is not stopped is a full run.
+    All other options are the stage's; --max_steps is the length of a full trial. Needs
     dschat_lora[planning].
     """
 
     rates: tuple[float, ...] = option(
         (),
-        help="peak rates to try, of the adapter where there is one; default: the rate given or, "
-        "without one, that of --learning_rate auto, times 1/8 to 8",
+        help="peak learning rates to try, of the adapter if there is one; default: the given rate, "
+        "or else that of --learning_rate auto, times 1/8 to 8",
     )
-    ranks: tuple[int, ...] = option((), help="values of --lora_dim to try with each rate")
+    ranks: tuple[int, ...] = option((), help="values of --lora_dim to try with each learning rate")
     batches: tuple[int, ...] = option(
         (),
-        help="sizes of the training batch of a device to try with each; larger ones make fewer "
-        "steps, of as many rows",
+        help="training batch sizes per device to try with each; larger ones take fewer steps over "
+        "the same number of rows",
     )
     trials: int = option(
         0,
-        help="trials in all; those beyond the listed ones are drawn where these were good; 0: the "
-        "listed ones",
+        help="total number of trials; those beyond the listed ones are sampled near the best of "
+        "them; 0: only the listed ones",
     )
-    seeds: int = option(1, help="runs of a trial, from --seed on, whose mean counts")
-    jobs: int = option(1, help="trials at a time, over the GPUs there are")
+    seeds: int = option(
+        1, help="runs per trial, with consecutive seeds from --seed, whose results are averaged"
+    )
+    jobs: int = option(1, help="number of trials to run at a time, spread over the available GPUs")
     metric: str | None = option(
-        None, help="held-out measure that decides; default: loss, of rlhf and distill reward"
+        None, help="held-out metric to optimize; default: loss; for rlhf and distill reward"
     )
     min_steps: int = option(
-        0, help="optimizer steps after which a trial may end; 0: --max_steps / 27"
+        0, help="optimizer steps before a trial may be stopped early; 0: --max_steps / 27"
     )
     reduction_factor: int = option(
-        3, help="one of so many trials goes on; the next decision is after so many times the steps"
+        3, help="successive halving: one in N trials continues, for N times as many steps"
     )
     output_dir: str | None = option(None, help="default: the first free of output/tune-STAGE, ...")
-    resume: bool = option(False, help="go on with the search in --output_dir")
+    resume: bool = option(False, help="resume the search in --output_dir")
 
     def __post_init__(self) -> None:
         for name in ("rates", "ranks", "batches"):
@@ -59,13 +61,15 @@ class TuneConfig:
 
 @dataclass(frozen=True)
 class ModelsConfig:
-    """List the types of models with what each can do, as found by trying it, or look at a model.
+    """List the supported model types and their tested features, or check one model.
 
-    Of a model its configuration is read, and no weights: whether a run would start, what would
-    learn, and what was found of its type. Exit code 1 where a run would be refused.
+    Of a model only the configuration is read: it shows whether a run would start, what would be
+    trained, and the test results of its type. The exit code is 1 if a run would be refused.
     """
 
     model_name_or_path: str | None = option(
-        None, help="directory or hub name of a model; it may stand first, without the option"
+        None,
+        help="directory or hub name of a model; may be given as the first argument, without the "
+        "option",
     )
-    json: bool = option(False, help="one JSON object on standard output")
+    json: bool = option(False, help="print one JSON object to standard output")

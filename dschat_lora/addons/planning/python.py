@@ -120,9 +120,9 @@ def tune(
     resume: bool = False,
     **options: object,
 ) -> Tuned:
-    """Find the learning rate of a stage and, if you like, its rank and batch, by short runs.
+    """Search for a stage's learning rate and, optionally, its rank and batch size by short runs.
 
-    Needs ``dschat_lora[planning]``. Runs are processes of their own; call it from the main thread.
+    Needs ``dschat_lora[planning]``. Runs are separate processes; call it from the main thread.
 
     Args:
         stage: "sft", "reward", "dpo", "rlhf" or "distill".

@@ -53,10 +53,12 @@ def plan(argv: list[str]) -> None:
         PLAN_EXAMPLES,
     )
     parser.add_argument(
-        "--for", metavar="DEVICE", help="memory of a device, such as 24GB, or the name of a card"
+        "--for", metavar="DEVICE", help="memory per device, such as 24GB, or the name of a GPU"
     )
-    parser.add_argument("--num_gpus", metavar="N", type=int, help="processes, one for each GPU")
-    parser.add_argument("--json", action="store_true", help="one JSON value on standard output")
+    parser.add_argument(
+        "--num_gpus", metavar="N", type=int, help="number of processes, one per GPU"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON to standard output")
     chosen, rest = parser.parse_known_args(argv)
     values = vars(chosen)
     if values["num_gpus"] is not None and values["num_gpus"] < 1:
@@ -136,11 +138,13 @@ def doctor(argv: list[str]) -> None:
     """Run ``dschat-lora doctor``."""
     parser = Parser(
         "dschat-lora doctor",
-        "Say whether this machine can train, and what to do where it cannot: versions, devices, "
-        "compiler, disk, network, and two steps of the bundled model on each device.",
+        "Check whether this machine can train, and suggest fixes: versions, devices, compiler, "
+        "disk, network, and two training steps of the bundled model on each device.",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--no_training", action="store_true", help="leave the training step out")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object to standard output"
+    )
+    parser.add_argument("--no_training", action="store_true", help="skip the training step")
     chosen = parser.values(argv, ["json", "no_training"])
     diagnose = late("addons.planning.doctor:diagnose")
     if not diagnose(as_json=chosen["json"], trains=not chosen["no_training"]):

@@ -9,7 +9,7 @@ ADDON = Addon(
         "export": "dschat_lora.addons.publish.verbs:export",
     },
     summaries={
-        "push": "upload an adapter or a model to the hub",
-        "export": "convert an adapter or a model to GGUF",
+        "push": "upload an adapter or model to the hub",
+        "export": "convert an adapter or model to GGUF",
     },
 )

@@ -10,30 +10,38 @@ from dschat_lora.config.options import option
 class PushConfig:
     """Upload an adapter or a model, with its card, to the Hugging Face Hub.
 
-    Where HF_HUB_OFFLINE is set, and with --dry_run, it says what it would upload.
+    With HF_HUB_OFFLINE or --dry_run it only prints what it would upload.
     """
 
-    path: str = option(help="output directory of a run, its adapter/ or model/; it may stand first")
-    repo: str = option(help="name on the hub, such as me/my-adapter; it may stand second")
-    private: bool = option(False, help="make the repository a private one, where it is new")
-    dry_run: bool = option(False, help="say what would be uploaded, and stop")
-    json: bool = option(False, help="one JSON object on standard output")
+    path: str = option(
+        help="output directory of a run, its adapter/ or model/; may be given as the first argument"
+    )
+    repo: str = option(
+        help="name on the hub, such as me/my-adapter; may be given as the second argument"
+    )
+    private: bool = option(False, help="create a new repository as private")
+    dry_run: bool = option(False, help="print what would be uploaded, and exit")
+    json: bool = option(False, help="print one JSON object to standard output")
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Convert an adapter or a model for llama.cpp, by llama.cpp's own converter.
+    """Convert an adapter or a model to GGUF with llama.cpp's converter.
 
-    Where that is not found, the commands to type are printed, and the exit code is 1.
+    If the converter is not found, the commands to run are printed, and the exit code is 1.
     """
 
-    path: str = option(help="output directory of a run, its adapter/ or model/; it may stand first")
+    path: str = option(
+        help="output directory of a run, its adapter/ or model/; may be given as the first argument"
+    )
     format: Literal["gguf"] = option("gguf", help="file format")
     outtype: Literal["f32", "f16", "bf16", "q8_0", "auto"] = option(
-        "f16", help="type of the weights written"
+        "f16", help="dtype of the written weights"
     )
-    output_path: str | None = option(None, help="default: DIRECTORY.gguf beside the directory")
+    output_path: str | None = option(
+        None, help="file to write; default: DIRECTORY.gguf next to the directory"
+    )
     llama_cpp: str | None = option(
-        None, help="checkout of llama.cpp, where its converters are not on PATH"
+        None, help="checkout of llama.cpp; needed if its converters are not on PATH"
     )
-    json: bool = option(False, help="one JSON object on standard output")
+    json: bool = option(False, help="print one JSON object to standard output")

@@ -6,8 +6,8 @@ ADDON = Addon(
     "report",
     verbs={name: f"dschat_lora.addons.report.verbs:{name}" for name in ("report", "rollouts")},
     summaries={
-        "report": "one page about runs: curves, results, time, settings",
-        "rollouts": "look through a run's responses of step 3",
+        "report": "write an HTML page about runs: curves, results, time, settings",
+        "rollouts": "browse the responses of a step 3 run",
     },
     writes=("report.html",),
     provides={

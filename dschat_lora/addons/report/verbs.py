@@ -16,13 +16,15 @@ def report(argv: list[str]) -> None:
     """Run ``dschat-lora report``."""
     parser = Parser(
         "dschat-lora report",
-        "Write one page about runs: verdict, curves, samples, cost, settings. Runs of one stage "
-        "share their charts.",
+        "Write an HTML page about runs: verdict, curves, samples, cost, settings. Runs of the same "
+        "stage share charts.",
         "examples:\n  dschat-lora report output/sft output/reward output/rlhf",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output directory of a run")
     parser.add_argument(
-        "--output_path", metavar="FILE", help="default: report.html in the first directory"
+        "--output_path",
+        metavar="FILE",
+        help="file to write; default: report.html in the first directory",
     )
     chosen = parser.values(argv, ["output_path"])
     homes = [Path(run).expanduser() for run in chosen["runs"]]
@@ -40,7 +42,7 @@ def rollouts(argv: list[str]) -> None:
     """Run ``dschat-lora rollouts``."""
     parser = Parser(
         "dschat-lora rollouts",
-        "Look through the responses that a run of step 3 kept: by default the best and the worst.",
+        "Browse the logged responses of a step 3 run: by default the best and the worst.",
         "examples:\n  dschat-lora rollouts output/rlhf --changed 3",
     )
     parser.add_argument("run", metavar="OUT", help="output directory of the run")
@@ -53,12 +55,18 @@ def rollouts(argv: list[str]) -> None:
     }
     for name, text in numbers.items():
         parser.add_argument(f"--{name}", metavar="N", type=int, default=0, help=text)
-    parser.add_argument("--contains", metavar="TEXT", help="only where prompt or response has TEXT")
     parser.add_argument(
-        "--prompt", metavar="TEXT", help="responses to prompts with TEXT, over time"
+        "--contains", metavar="TEXT", help="only responses that contain TEXT, or whose prompt does"
     )
     parser.add_argument(
-        "--limit", metavar="N", type=int, default=20, help="most of these two (default: 20)"
+        "--prompt", metavar="TEXT", help="responses over time to prompts that contain TEXT"
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=int,
+        default=20,
+        help="maximum number for these two (default: 20)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.values(argv, [*numbers, "contains", "prompt", "limit", "json"])

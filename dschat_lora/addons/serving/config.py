@@ -45,18 +45,24 @@ class AnswerConfig:
 
     models: tuple[str, ...] = option(
         help="OUT ...: output directories of runs, adapters, model directories, hub names, or "
-        "`base`, the base of the others or else the bundled model"
+        "`base`: the base model of the others, or the bundled model if there are none"
     )
-    reward: str | None = option(None, help="output directory of a reward model: scores answers")
-    temperature: float = option(0.7, help="of sampling; 0 takes the most probable token")
-    top_p: float = option(1.0, help="draw from the most probable tokens up to this sum")
-    top_k: int = option(0, help="draw from so many of the most probable tokens; 0: from all")
-    max_new_tokens: int = option(256, help="most tokens of an answer, where none are asked for")
+    reward: str | None = option(
+        None, help="output directory of a reward model, which scores the answers"
+    )
+    temperature: float = option(0.7, help="sampling temperature; 0: greedy")
+    top_p: float = option(
+        1.0, help="sample from the most likely tokens with this total probability"
+    )
+    top_k: int = option(0, help="sample from this many most likely tokens; 0: all")
+    max_new_tokens: int = option(
+        256, help="maximum number of tokens of an answer, if the request does not set it"
+    )
     max_seq_len: int = option(
-        0, help="most tokens of prompt and answer; 0: as many as the model has positions"
+        0, help="maximum number of tokens of prompt and answer together; 0: the model's positions"
     )
     prefix_cache: bool = option(
-        True, help="keep keys and values of ended answers for prompts that begin as they do"
+        True, help="reuse the KV cache of finished answers for prompts with the same prefix"
     )
     loading: InferenceConfig = group(InferenceConfig)
     addons: Any = group(addon_options("serve"))
@@ -79,7 +85,7 @@ class ChatConfig(AnswerConfig):
     """Chat with a model in the terminal; of several each answers in turn."""
 
     system: str | None = option(None, help="system prompt")
-    seed: int | None = option(None, help="of sampling; another one each time when absent")
+    seed: int | None = option(None, help="random seed of sampling; default: a new one each time")
     addons: Any = group(addon_options("chat"))
 
 
@@ -87,30 +93,34 @@ class ChatConfig(AnswerConfig):
 class ServeConfig(AnswerConfig):
     """Serve models over HTTP: OpenAI's interface under /v1, and a page at /."""
 
-    host: str = option("127.0.0.1", help="address to listen on; any but this one needs --token")
+    host: str = option(
+        "127.0.0.1", help="address to listen on; any other than this one needs --token"
+    )
     port: int = option(8000, help="port to listen on; 0: a free one")
     token: str | None = option(
-        None, help="what requests must carry as `Authorization: Bearer TOKEN`"
+        None, help="token that requests must send as `Authorization: Bearer TOKEN`"
     )
     votes: str | None = option(
         None, help="file that votes are appended to; default: votes.jsonl in the first OUT"
     )
-    max_batch_size: int = option(32, help="requests decoded at a time")
-    max_queue: int = option(256, help="requests that may wait; further ones are refused (429)")
+    max_batch_size: int = option(32, help="maximum number of requests decoded at a time")
+    max_queue: int = option(
+        256, help="maximum number of waiting requests; further ones are rejected (429)"
+    )
     allow_runtime_lora_updating: bool = option(
         False,
-        help="answer /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM does: who may ask "
-        "may have any directory of this machine read as an adapter",
+        help="serve /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM does; clients can "
+        "then load any directory of this machine as an adapter",
     )
     max_loras: int = option(
         8,
-        help="adapters that --allow_runtime_lora_updating keeps; a further one takes the place of "
-        "the one that was asked longest ago",
+        help="maximum number of adapters kept by --allow_runtime_lora_updating; a further one "
+        "replaces the least recently used",
     )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
         "raw_logprobs",
         help="raw_logprobs: log-probabilities of the model, at temperature 1; processed_logprobs: "
-        "in what tokens are drawn from, after temperature, top-k and top-p",
+        "of the sampling distribution, after temperature, top-k and top-p",
     )
 
     def __post_init__(self) -> None:

@@ -21,8 +21,8 @@ _CHAT_EXAMPLES = """examples:
   dschat-lora chat base output/sft output/rlhf --reward output/reward
   dschat-lora chat output/sft --temperature 0 --system "Answer in one word."
 """
-_SERVE = """Serve models over HTTP on this machine: OpenAI's interface under /v1, and a page at /
-where base and models answer side by side."""
+_SERVE = """Serve models over HTTP on this machine: OpenAI's API under /v1, and a page at / that
+compares the answers of the base and the models."""
 _SERVE_EXAMPLES = """examples:
   dschat-lora serve output/sft
   dschat-lora serve output/sft output/dpo --reward output/reward --votes v.jsonl
@@ -35,7 +35,7 @@ def chat(argv: Sequence[str]) -> None:
     config = _checked(
         ChatConfig,
         argv,
-        description="Chat with a model in the terminal; of several each answers in turn.",
+        description="Chat with a model in the terminal; several models answer in turn.",
         program="dschat-lora chat OUT [OUT2 ...]",
         examples=_CHAT_EXAMPLES,
     )

@@ -23,12 +23,13 @@ class StreamingOptions:
 
     streaming: bool = option(
         False,
-        help="read, tokenise and pack rows while training, at bounded memory, in place of "
-        "preparing all of them before; needs --max_steps",
+        help="read, tokenize and pack rows during training, in bounded memory, instead of "
+        "preparing all of them first; needs --max_steps",
     )
     shuffle_buffer_size: int = option(
         10_000,
-        help="rows that --streaming shuffles and packs at a time, besides shards' order",
+        help="number of rows that --streaming shuffles and packs at a time; the order of shards is "
+        "shuffled too",
     )
 
     def __post_init__(self) -> None:

@@ -15,47 +15,55 @@ class TinkerConfig:
     """Train and sample adapters over the Tinker API, on this machine."""
 
     models: tuple[str, ...] = option(
-        help="BASE ...: base models, as hub names or directories; `base` is the bundled one"
+        help="BASE ...: base models: hub names, directories, or `base`, the bundled one"
     )
-    host: str = option("127.0.0.1", help="address to listen on; any but this one needs --token")
+    host: str = option(
+        "127.0.0.1", help="address to listen on; any other than this one needs --token"
+    )
     port: int = option(8000, help="port to listen on; 0: a free one")
     token: str | None = option(
-        None, help="what clients must have as TINKER_API_KEY; begins with tml-, as their keys do"
+        None, help="token that clients set as TINKER_API_KEY; it must begin with tml-"
     )
     state_dir: str = option(
-        "output/tinker", help="where runs, their states and saved weights are kept"
+        "output/tinker", help="directory for runs, their states and saved weights"
     )
     state_every: int = option(
         1,
-        help="steps of a run after which its state is written; a service that was killed computes "
-        "anew what came since, to the same bits",
+        help="steps between writes of a run's state; a service that was killed recomputes the "
+        "steps since then, bit for bit",
     )
     dtype: Literal["auto", "fp32", "bf16"] = option(
-        "auto", help="compute type; auto: bf16 on GPUs that have it, else fp32"
+        "auto", help="compute dtype; auto: bf16 on GPUs that support it, else fp32"
     )
     base_bits: Literal[16, 4] | None = option(
-        None, help="bits of the base's weights: 16, or 4 (NF4, needs dschat_lora[qlora])"
+        None, help="bits of the base weights: 16, or 4 (NF4, needs dschat_lora[qlora])"
     )
     attn_implementation: Literal["auto", "sdpa", "eager"] = option(
-        "auto", help="attention kernel of transformers; auto: sdpa where it has it, else eager"
+        "auto",
+        help="attention implementation of transformers; auto: sdpa if the model supports it, else "
+        "eager",
     )
-    trust_remote_code: bool = option(False, help="run model code that comes with a hub repository")
+    trust_remote_code: bool = option(False, help="allow running model code from a hub repository")
     gradient_checkpointing: bool = option(
-        False, help="compute blocks again in the backward pass, in the place of keeping them"
+        False, help="recompute activations in the backward pass to save memory"
     )
     max_adapters: int = option(
-        16, help="adapters in memory, of runs and of samplers each; others wait on disk"
+        16,
+        help="maximum number of adapters in memory, for runs and for samplers each; others are "
+        "kept on disk",
     )
-    max_queue: int = option(4096, help="requests that may wait; further ones are refused (429)")
-    max_batch_size: int = option(64, help="answers decoded at a time, by each process")
+    max_queue: int = option(
+        4096, help="maximum number of waiting requests; further ones are rejected (429)"
+    )
+    max_batch_size: int = option(64, help="answers decoded at a time per process")
     tokens_per_device: int = option(
-        16384, help="tokens of a forward and backward pass of a process, at most"
+        16384, help="maximum number of tokens per process in a forward and backward pass"
     )
 
     zero_stage: Literal[0, 1, 2] = option(
         0,
-        help="ZeRO, with --num_gpus above 1: 1 shards optimizer states over processes, 2 gradients "
-        "too",
+        help="ZeRO stage, with --num_gpus above 1: 1 shards optimizer states over processes, 2 "
+        "also gradients",
     )
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   dschat-lora tinker Qwen/Qwen3-4B --host 0.0.0.0 --token tml-SECRET
   dschat-lora tinker Qwen/Qwen3-4B --num_gpus 8 --zero_stage 2
 
-One process runs, unless --num_gpus N asks DeepSpeed's launcher for N on this machine."""
+The service runs in one process; --num_gpus N starts N on this machine by DeepSpeed's launcher."""
 
 
 def checked(argv: Sequence[str]) -> tuple[TinkerConfig, Mapping[str, ModelSource]]:
@@ -34,7 +34,7 @@ def checked(argv: Sequence[str]) -> tuple[TinkerConfig, Mapping[str, ModelSource
         config = parse_config(
             TinkerConfig,
             argv,
-            description="Train and sample adapters over the Tinker API, on this machine.",
+            description="Serve the Tinker API on this machine: train and sample adapters.",
             program="dschat-lora tinker BASE [BASE2 ...]",
             examples=_EXAMPLES,
             positionals=("models",),

@@ -22,8 +22,8 @@ class TrackerOptions:
 
     report_to: tuple[TrackerName, ...] = option(
         ("none",),
-        help="trackers that get the numbers of metrics.jsonl too\none or several; their own "
-        "variables, such as WANDB_MODE=offline, apply",
+        help="trackers to which metrics are also reported\none or several; their own variables, "
+        "such as WANDB_MODE=offline, apply",
         section=LOGGING,
         replaces=("enable_tensorboard", "tensorboard_path"),
     )
@@ -35,7 +35,7 @@ class TrackerOptions:
     )
     tensorboard_path: str | None = option(
         None,
-        help="directory of TensorBoard files; default OUTPUT_DIR/tensorboard",
+        help="directory for TensorBoard files; default: OUTPUT_DIR/tensorboard",
         section=LOGGING,
         runs="file",
         replaces=("report_to",),

@@ -228,105 +228,117 @@ class PpoConfig:
 
     algorithm: str = option(
         "ppo",
-        help="how the actor learns\nppo has a critic; reinforce_pp has none; grpo and its kin "
-        "compare the responses to a prompt",
+        help="reinforcement-learning algorithm\nppo has a critic; reinforce_pp has none; grpo and "
+        "its variants compare the responses to each prompt",
         names=(*ALGORITHMS, *of_addons("algorithm")),
         runs="part",
     )
-    ppo_epochs: int = option(1, help="passes over the responses of an iteration")
+    ppo_epochs: int = option(1, help="number of passes over the responses of each iteration")
     kl_coef: float = by_algorithm(
-        "weight of the divergence from the reference (0.1 or 0)",
+        "coefficient of the KL divergence from the reference (0.1 or 0)",
         when=where_rewards_teach("kl_coef"),
     )
     kl_estimator: KlEstimator = by_algorithm(
-        "estimator of the divergence at a token", when=where_rewards_teach("kl_estimator")
+        "estimator of the KL divergence at each token", when=where_rewards_teach("kl_estimator")
     )
     kl_in: KlPlace = by_algorithm(
-        "where the divergence is paid: in the reward of each token, or in the loss",
+        "where the KL penalty is applied: to the reward of each token, or in the loss",
         when=where_rewards_teach("kl_in"),
     )
     adaptive_kl_target: float = option(
-        0.0, help="nats per response that kl_coef is steered towards; 0: kl_coef stays"
+        0.0,
+        help="target KL divergence in nats per response, towards which kl_coef is adapted; 0: "
+        "constant kl_coef",
     )
     kl_horizon: int = option(
-        10000, help="responses over which kl_coef adapts", when="adaptive_kl_target"
+        10000, help="horizon in responses over which kl_coef adapts", when="adaptive_kl_target"
     )
-    gamma: float = option(1.0, help="discount of later rewards, in [0, 1]", when=of_some("gamma"))
+    gamma: float = option(1.0, help="discount factor, in [0, 1]", when=of_some("gamma"))
     lam: float = of_critic(
         1.0,
-        help="bias and variance of advantages (GAE), in [0, 1]; below 1, a score reaches a token t "
-        "tokens before the end only by lam^t, and by the critic's values for the rest",
+        help="lambda of generalized advantage estimation (GAE), in [0, 1]; below 1, the score at "
+        "the end reaches a token t positions earlier with weight lam^t, and the critic's "
+        "values account for the rest",
     )
     cliprange: float = by_algorithm(
-        "bound on the change of a token's probability ratio, fall and rise alike (0.2)",
+        "clipping range of the probability ratio in both directions (0.2)",
         when=of_some("cliprange", "cliprange_low"),
     )
     cliprange_low: float = by_algorithm(
-        "bound on the fall of the ratio, if not --cliprange", when=of_some("cliprange_low")
+        "lower clipping range of the ratio; default: --cliprange", when=of_some("cliprange_low")
     )
     cliprange_high: float = by_algorithm(
-        "bound on the rise of the ratio, if not --cliprange", when=of_some("cliprange_high")
+        "upper clipping range of the ratio; default: --cliprange", when=of_some("cliprange_high")
     )
     dual_clip: float = option(
-        0.0, help="bound on the loss of a token with negative advantage A, -A times this; 0: none"
+        0.0,
+        help="dual clip: limit the loss of a token with negative advantage A to -A times this; 0: "
+        "off",
     )
     sapo_temperature_pos: float = option(
         1.0,
-        help="SAPO: how fast the weight of a token with positive advantage falls with its ratio",
+        help="SAPO: temperature of the gate on tokens with positive advantage; a higher one "
+        "restricts the ratio more",
         when=of_some("sapo_temperature_pos"),
     )
     sapo_temperature_neg: float = option(
         1.05,
-        help="SAPO: the same of other tokens; above --sapo_temperature_pos, to hold them closer",
+        help="SAPO: temperature of the gate on all other tokens; normally above "
+        "--sapo_temperature_pos",
         when=of_some("sapo_temperature_neg"),
     )
     loss_normalization: LossNormalization = by_algorithm(
-        "token: every token weighs alike; sequence: every response does; constant: divide by "
-        "--max_answer_seq_len"
+        "how the loss is averaged; token: over all tokens; sequence: over responses; constant: "
+        "divided by --max_answer_seq_len"
     )
     mask_truncated_completions: bool = by_algorithm(
-        "leave responses that were cut off out of the loss (DAPO's overlong filter)"
+        "exclude truncated responses from the loss (DAPO's overlong filtering)"
     )
     dynamic_sampling: int = by_algorithm(
-        "replace prompts whose responses all got one reward by further prompts, at most so many "
-        "times an iteration; 0: never"
+        "replace prompts whose responses all received the same reward, at most this many times "
+        "per iteration (DAPO's dynamic sampling); 0: never"
     )
-    cliprange_value: float = of_critic(0.2, help="bound on the change of a value")
+    cliprange_value: float = of_critic(0.2, help="clipping range of the value loss")
     whiten_advantages: bool = of_critic(
-        True, help="advantages of an iteration get mean 0 and standard deviation 1"
+        True, help="normalize the advantages of each iteration to mean 0 and standard deviation 1"
     )
     critic_warmup_iterations: int = of_critic(
-        0, help="first iterations at which the critic alone learns, the actor stays as it is"
+        0, help="number of iterations at the start in which only the critic is trained"
     )
     importance_cap: float = option(
         0.0,
-        help="largest weight of a token in the policy's loss, weights being its probability in the "
-        "policy by that in what it was drawn from (top-p, top-k, another temperature); 0: all 1; "
-        "the same as --rollout_correction tis --rollout_is_threshold of this number",
+        help="maximum importance weight of a token in the policy loss: its probability under the "
+        "policy over that under the sampling distribution (top-p, top-k, another "
+        "temperature); 0: no weights; same as --rollout_correction tis with this "
+        "--rollout_is_threshold",
     )
     rollout_correction: Correction | None = option(
         None,
-        help="importance weights in the policy's loss where tokens come from another distribution "
-        "than the one that learns; tis: truncated at --rollout_is_threshold; mis: 0 beyond it; "
-        "default: tis with another --rollout_engine than own, else none",
+        help="importance sampling in the policy loss if tokens are not sampled from the policy "
+        "that is trained; tis: weights truncated at --rollout_is_threshold; mis: weights "
+        "beyond it are set to 0; default: none with --rollout_engine own, else tis",
     )
     rollout_is: Literal["token", "sequence"] = of_correction(
-        "token", help="whether each token has a weight, or each response the product of its tokens'"
+        "token",
+        help="level of the importance weights: one per token, or per response the product over its "
+        "tokens",
     )
-    rollout_is_threshold: float = of_correction(2.0, help="largest weight of --rollout_correction")
+    rollout_is_threshold: float = of_correction(
+        2.0, help="upper threshold of the weights of --rollout_correction"
+    )
     rollout_is_threshold_lower: float = of_correction(
-        0.0, help="smallest weight: below it tis gives this one, mis 0"
+        0.0, help="lower threshold of the weights: tis raises lower ones to it, mis sets them to 0"
     )
     use_rollout_logprobs: bool = option(
         False,
-        help="take old log-probabilities from the decode loop instead of a forward pass: faster; "
-        "they differ by rounding, which sampler_error shows",
+        help="take old log-probabilities from the decode loop instead of a forward pass, which is "
+        "faster; the metric sampler_error shows the rounding difference",
     )
-    entropy_coef: float = option(0.0, help="weight of the entropy bonus")
+    entropy_coef: float = option(0.0, help="coefficient of the entropy bonus")
     target_kl: float = option(
         0.0,
-        help="end an iteration's updates when the policy has moved this far from where it began "
-        "(mean nats per token); 0: never",
+        help="stop the updates of an iteration when the approximate KL divergence to the policy at "
+        "its start exceeds this (mean nats per token); 0: never",
     )
 
     def __post_init__(self) -> None:

@@ -55,64 +55,68 @@ class RolloutConfig:
     section = "rollouts"
 
     per_device_generation_batch_size: int = option(
-        16, help="responses of a generation batch on a device"
+        16, help="generation batch size per device, in responses"
     )
     generation_batches: int = option(
         1,
-        help="generation batches of one iteration\nwhere no size of a batch is typed, as many as "
-        "make 64 responses over all processes",
+        help="generation batches per iteration\nif no batch size is given, as many as make 64 "
+        "responses over all processes",
     )
     max_num_seqs: int | Literal["auto"] = option(
         "auto",
-        help="responses that a device decodes at a time, which changes none of them; auto: on a "
-        "GPU as many as its free memory holds, on a CPU a generation batch\nauto is a generation "
-        "batch of episodes",
+        help="maximum number of responses decoded at a time per device; does not affect results; "
+        "auto: as many as fit into free memory on a GPU, a generation batch on a CPU\nauto is "
+        "a generation batch for episodes",
         when=_where_counted,
     )
     per_device_training_batch_size: int = option(
-        16, help="responses per device and micro-batch of the update", section="training"
+        16,
+        help="training batch size per device, in responses of one micro-batch",
+        section="training",
     )
     gradient_accumulation_steps: int = option(
         1, help="micro-batches per optimizer step", section="training"
     )
     tokens_per_device: int = option(
         0,
-        help="cut the responses of a step into micro-batches of up to so many tokens per device, "
-        "instead of so many responses; 0: by responses",
+        help="maximum number of tokens per micro-batch and device, instead of a number of "
+        "responses; 0: by responses",
         section="training",
     )
     num_generations: int = by_algorithm(
-        "responses to each prompt (8, or 1 where they are not compared)\n2 or more but for ppo "
-        "and reinforce_pp, which do not compare them; 8, or fewer that divide "
+        "responses per prompt (8, or 1 if they are not compared)\nat least 2, except for ppo and "
+        "reinforce_pp, which do not compare them; 8, or a smaller divisor of "
         "--per_device_generation_batch_size"
     )
     rollout_engine: str = option("own", help=engines_help(), runs="part")
     merge_for_rollouts: bool = option(
         False,
-        help="generate with the adapter added to copies of the weights it adapts: faster on a GPU, "
-        "in exchange for their memory; in 16 bits they are rounded by chance (the seed's), and "
-        "sampler_error shows how far that moves the policy",
+        help="generate with the adapter merged into copies of the adapted weights: faster on a "
+        "GPU, but takes their memory; 16-bit copies are rounded stochastically (by --seed), "
+        "and the metric sampler_error shows the effect on the policy",
         section="rollouts",
         when="rollout_engine=own",
     )
     refill_share: float | None = option(
         None,
-        help="share of the responses decoded at a time that must have ended before the next "
-        "prompts of the iteration are read, together, into their rows; 0: each at once (0.25 on a "
-        "GPU, 0 on a CPU)",
+        help="fraction of the responses in decoding that must have finished before the next "
+        "prompts of the iteration take their places; 0: each at once (0.25 on a GPU, 0 on a "
+        "CPU)",
         when="rollout_engine=own",
     )
-    do_sample: bool = option(True, help="sample responses (no-: the likeliest token, greedy)")
-    temperature: float = option(1.0, help="of sampling and of all log-probabilities")
+    do_sample: bool = option(True, help="sample responses (no-: greedy decoding)")
+    temperature: float = option(1.0, help="temperature of sampling and of all log-probabilities")
     top_p: float = of_sampling(
-        1.0, help="sample from the likeliest tokens of this probability mass"
+        1.0, help="sample from the most likely tokens with this total probability"
     )
-    top_k: int = of_sampling(0, help="sample from this many likeliest tokens; 0: all")
+    top_k: int = of_sampling(0, help="sample from this many most likely tokens; 0: all")
     stop_tokens: tuple[str, ...] = option(
-        (), help="tokens that end a response, beside those of tokenizer, template and model"
+        (),
+        help="further tokens that end a response, in addition to those of tokenizer, template and "
+        "model",
     )
     stop_strings: tuple[str, ...] = option(
-        (), help="texts that end a response with the token that completes them"
+        (), help="strings that end a response at the token that completes them"
     )
     rows_that_fit: int | None = hidden(None)  # by max_num_seqs auto, once the memory is known
 
@@ -195,52 +199,53 @@ class RewardsConfig:
 
     reward_function: tuple[str, ...] = option(
         (),
-        help="module:function or builtin:NAME that scores responses, beside or without a reward "
-        "model\none or several, instead of it or added to it, with the arguments of TRL, verl or "
-        "OpenRLHF; module:Class of one that gives several rewards by its names; builtin:NAME for "
-        "one that comes along; the http:// address of a server that is asked as OpenRLHF asks one",
+        help="module:function or builtin:NAME that scores responses, with or without a reward "
+        "model\none or more, with the arguments of TRL, verl or OpenRLHF; module:Class "
+        "returns several named rewards; builtin:NAME is a bundled one; an http:// address is "
+        "a reward server with OpenRLHF's protocol",
         runs="object",
     )
     reward_weights: tuple[float, ...] = option(
         (),
-        help="weight of each reward in the sum of scores, those of a class in the order of its "
-        "names, and last that of the reward model, if there is one; 1 each by default",
+        help="weight of each reward in the sum of scores: those of a class in the order of its "
+        "names, that of the reward model, if there is one, last; default: 1 each",
         when=where_rewards_teach("reward_weights"),
     )
     reward_batch: Literal["all", "group"] = of_calls(
-        "all", help="responses of a call: all that a process has, or those to one prompt"
+        "all", help="responses per call: all of a process, or those to one prompt"
     )
     reward_retries: int = of_calls(
-        0, help="further calls of a reward function, or of what answers the actor, that failed"
+        0, help="number of retries of a failed call to a reward function or environment"
     )
     reward_timeout: float = of_calls(
         0.0,
-        help="seconds that a call of a reward function, or of what answers the actor, may take; 0: "
-        "as many as it likes",
+        help="timeout in seconds of a call to a reward function or environment; 0: none",
     )
     clip_reward_value: float = of_sum(
-        5.0, help="scores are clipped to this absolute value once they are scaled; 0: never"
+        5.0, help="clip scaled scores to this absolute value; 0: never"
     )
     reward_scaling: Literal["none", "running", "initial"] = of_sum(
         "initial",
-        help="running: divide scores by their standard deviation so far; initial: by that of the "
-        "first iterations' scores, at least 64, after subtracting their mean; the critic starts in "
-        "these units (with none and running in those of the reward model)",
+        help="running: divide scores by their running standard deviation; initial: subtract the "
+        "mean and divide by the standard deviation of the first iterations' scores (at least "
+        "64); the critic starts in these units (with none and running, in those of the reward "
+        "model)",
     )
     judge_function: str | None = option(
         None,
-        help="module:function that judges held-out responses at evaluations; never trained on",
+        help="module:function that scores held-out responses in evaluations, never in training",
         runs="object",
         section="evaluation",
         when="eval_prompts",
     )
     missing_eos_penalty: float = of_sum(
-        0.0, help="subtracted from the score of a response that was cut off"
+        0.0, help="penalty subtracted from the score of a truncated response"
     )
     soft_overlong_tokens: int = of_sum(
         0,
-        help="scores fall by up to 1 over this many last tokens of --max_answer_seq_len (DAPO's "
-        "soft overlong punishment; dapo: a fifth of them); 0: never",
+        help="reduce the score linearly, by up to 1, over the last N tokens of "
+        "--max_answer_seq_len (DAPO's soft overlong punishment; dapo: a fifth of them); 0: "
+        "never",
     )
 
     def __post_init__(self) -> None:
@@ -300,8 +305,8 @@ class RlhfConfig(StageConfig):
     optim: ScheduleConfig = group(ScheduleConfig, num_warmup_steps=0)
     eval_prompts: int = option(
         64,
-        help="held-out prompts answered at each evaluation, greedily and by sampling; 0: none, "
-        "and none is held out unless --eval_ratio is given",
+        help="number of held-out prompts answered in each evaluation, greedily and by sampling; 0: "
+        "none, and none are held out unless --eval_ratio is given",
         section="evaluation",
     )
     addons: Any = group(addon_options("rlhf", vars(), StageConfig))

@@ -102,8 +102,8 @@ def engines_help() -> str:
     helps = (e.help if e.values else f"{n}, {e.help}" for n, e in known.items() if e.help)
     more = "".join(f"{each}; " for each in dict.fromkeys(helps))
     return (
-        f"what draws responses: {', '.join(names)} or module:Class\n{more}"
-        "or module:Class of your own"
+        f"engine that generates responses: {', '.join(names)} or module:Class\n{more}or your own "
+        "module:Class"
     )
 
 
@@ -136,7 +136,7 @@ def check_engine(name: str) -> None:
     if of_addon:
         is_known = known[of_addon].takes(name)
     shown = dict.fromkeys(each.hint or name for name, each in known.items())
-    require(is_known, "rollout_engine", name, f"{', '.join(shown)}, or module:Class of your own")
+    require(is_known, "rollout_engine", name, f"{', '.join(shown)}, or your own module:Class")
 
 
 # Of users' classes, from the check of options until a run takes them.

@@ -52,10 +52,10 @@ class RoleConfig:
     task: ClassVar[Task] = "CAUSAL_LM"
     role: str = hidden("actor")
     model_name_or_path: str | None = option(
-        None, help="the model that answers: output of SFT, model directory or hub name"
+        None, help="model to train: output of SFT, model directory or hub name"
     )
     lora_dim: int = option(
-        0, help="rank of a new adapter; 0 trains all weights", settled=DEFAULT_RANK
+        0, help="LoRA rank of a new adapter; 0 trains all weights", settled=DEFAULT_RANK
     )
     lora_alpha: float = as_in(LoraConfig, "lora_alpha")
     use_rslora: bool = of_adapters(False, help="scale by lora_alpha / sqrt(lora_dim)")
@@ -65,16 +65,18 @@ class RoleConfig:
     lora_module_name: str | None = as_in(LoraConfig, "lora_module_name", when="lora_dim")
     learning_rate: Rate = option(
         9.65e-6,
-        help="peak rate of the adapter (unless given 5e-4) or of base weights\nof the adapter "
-        "where it alone trains, but in the script of training/; auto: by published rules for "
-        "width and stage, that of the adapter too",
+        help="peak learning rate of the adapter (default 5e-4) or of base weights\nof the adapter "
+        "if only it is trained, except in the script of training/; auto: by published rules "
+        "for width and stage, for the adapter too",
         when=_base_rate_note,
     )
-    lora_learning_rate: float = of_adapters(5e-4, help="peak rate of the adapter")
+    lora_learning_rate: float = of_adapters(5e-4, help="peak learning rate of the adapter")
     expert_learning_rate: float | None = option(
-        None, help="peak rate of experts' adapters in a mixture; default: that of the adapter"
+        None, help="peak learning rate of the adapters of MoE experts; default: that of the adapter"
     )
-    weight_decay: float = option(0.0, help="decoupled weight decay; biases and norms exempt")
+    weight_decay: float = option(
+        0.0, help="decoupled weight decay, not applied to biases and norms"
+    )
     zero_stage: Literal[0, 1, 2, 3] | None = option(
         None, help="ZeRO stage of this role; default: --zero_stage"
     )
@@ -134,8 +136,8 @@ class CriticConfig(RoleConfig):
     task: ClassVar[Task] = "SEQ_CLS"
     model_name_or_path: str | None = option(
         None,
-        help="reward model (output of its training), which scores answers; the critic starts from "
-        "it",
+        help="reward model (output of step 2) that scores responses; the critic is initialised "
+        "from it",
     )
 
 

@@ -314,8 +314,8 @@ def test_episodes_that_crash_hang_or_ask_too_much_are_left_out_and_counted(play,
     assert failures["good"] == failures["none"] == ""
     assert failures["crash"] == "KeyError: 'not there'"
     assert failures["hang"] == "timed out after 1 seconds (--agent_timeout)"
-    assert "the episode has had its 4 answers (--agent_max_calls)" in failures["greedy"]
-    assert "an agent gave 'good'; its reward is a finite number" in failures["text"]
+    assert "the episode has used up its 4 answers (--agent_max_calls)" in failures["greedy"]
+    assert "an agent gave 'good'; return a finite number" in failures["text"]
     assert failures["silent"] == "it asked nothing"
     for response in played.responses:
         assert response.is_left_out == bool(response.episode.failure)
@@ -629,7 +629,7 @@ def test_a_command_plays_an_episode_and_nothing_of_it_stays(play, tmp_path, monk
     failures = [r.episode.failure for r in played.responses]
     assert failures[0] == failures[1] == ""
     assert failures[2] == "RuntimeError: it ended with exit code 1: it went wrong"
-    assert failures[4].startswith("NoRewardError: its last line is no JSON: 'not the reward'; ")
+    assert failures[4].startswith("NoRewardError: its last line is not JSON: 'not the reward'; ")
     assert failures[3].startswith("timed out")
     assert (tmp_path / "marker").exists()
     deadline = time.monotonic() + 5
@@ -655,11 +655,14 @@ def test_the_last_line_of_a_command_is_its_reward_however_much_it_prints_before(
 @pytest.mark.parametrize(
     ("shell", "message"),
     [
-        ("printf 'reward:\\t0.5'", r"its last line is no JSON: 'reward:\\t0.5'; print the reward"),
-        ("printf '\\377'", "its last line is no JSON: '\ufffd'; "),
-        ("printf 0.5; head -c 3000000 /dev/zero", r"no JSON: '(\\x00){49}\\x0; "),
-        ("head -c 100000 /dev/zero | tr '\\0' '['", r"no JSON: '\[{199}; "),
-        ("true", "it printed nothing; print the reward last, as a number or an object with"),
+        ("printf 'reward:\\t0.5'", r"its last line is not JSON: 'reward:\\t0.5'; print the reward"),
+        ("printf '\\377'", "its last line is not JSON: '\ufffd'; "),
+        ("printf 0.5; head -c 3000000 /dev/zero", r"not JSON: '(\\x00){49}\\x0; "),
+        ("head -c 100000 /dev/zero | tr '\\0' '['", r"not JSON: '\[{199}; "),
+        (
+            "true",
+            "it printed nothing; print the reward on the last line, as a number or an object with",
+        ),
         ("echo said; exit 3", "it ended with exit code 3: said$"),
         ("echo said; echo why >&2; exit 3", "it ended with exit code 3: why$"),
         ("kill -9 $$", "it ended with exit code -9: $"),
@@ -678,7 +681,7 @@ def test_a_failed_command_is_named_with_its_episode_and_no_line_of_ours(play, ca
     (line,) = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"an episode of --agent_command failed \(prompt [01] of the batch, copy 0\): ValueError: "
-        r"an agent gave \{'score': 1\}; its reward is .* not to count",
+        r"an agent gave \{'score': 1\}; return .* to exclude the episode",
         line,
     )
 
@@ -710,7 +713,7 @@ def test_a_reward_is_a_number_or_stands_in_a_dict(found, expected):
 
 @pytest.mark.parametrize("found", ["1", float("nan"), {"score": 1}, [1], 10**400, {"reward": "x"}])
 def test_what_is_no_reward_is_refused_by_what_was_given(found):
-    with pytest.raises(ValueError, match="an agent gave .*its reward is a finite number"):
+    with pytest.raises(ValueError, match="an agent gave .*return a finite number"):
         reward_and_metrics(found)
 
 

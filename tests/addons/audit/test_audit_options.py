@@ -27,8 +27,7 @@ def test_filtered_rows_are_in_the_counts_the_table_and_a_file(audit, tmp_path):
     code, _, err = audit(*options)
     assert (code, err) == (
         2,
-        f"error: --kept_path {kept} exists; name another file, or replace it by "
-        "--overwrite_kept_path\n",
+        f"error: --kept_path {kept} exists; choose another file, or use --overwrite_kept_path\n",
     )
     _, out, _ = audit(*options, "--overwrite_kept_path", "--stage", "rlhf")
     assert "contaminated 1 rows (25.0%) by --against" in out
@@ -47,8 +46,7 @@ def test_a_file_that_is_read_is_not_written(audit, data, tmp_path, option):
     code, _, err = audit(data, *more, "--kept_path", link, "--overwrite_kept_path")
     assert (code, read.read_bytes()) == (2, before)
     assert err == (
-        f"error: --kept_path {link} is a file of --{option} {read}, which is read; name another "
-        "one\n"
+        f"error: --kept_path {link} is an input file of --{option} {read}; choose another one\n"
     )
 
 

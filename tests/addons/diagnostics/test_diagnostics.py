@@ -56,13 +56,13 @@ def test_a_healthy_run_is_not_warned():
 # name: (how it begins, how it goes on, word, iterations after the change until it is said)
 CASES = {
     "negative divergence": ({}, {"kl": -0.5}, "divergence from the reference is negative", 4),
-    "forgotten ends": ({}, {"eos_rate": 0.1}, "responses end by themselves", 3),
+    "forgotten ends": ({}, {"eos_rate": 0.1}, "responses end with a stop token", 3),
     "collapsed entropy": ({}, {"entropy": 0.1}, "entropy has collapsed", 5),
     "longer responses": ({}, {"response_length": 30.0}, "have become longer by a factor of 2.2", 3),
     "shorter responses": ({}, {"response_length": 2.0}, "shorter by a factor of 2.8", 4),
     "equal rewards": ({}, {"reward_std": 0.0}, "got the same reward", 5),
     "clipped scores": ({}, {"score_clip_fraction": 0.5}, "are at --clip_reward_value", 3),
-    "unlike sampler": ({}, {"sampler_error": 0.3}, "drawn from another policy", 1),
+    "unlike sampler": ({}, {"sampler_error": 0.3}, "sampled from a different policy", 1),
     "unlike passes": ({}, {"ratio_error": 1e-3}, "do not see the same input", 1),
 }
 
@@ -264,8 +264,8 @@ APART = {"rollout_kl": 0.02, "rollout_ratio_max": 7.0, "sampler_error": 0.1}
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (APART, "0.02 nats per token from the one that learns, by a ratio of up to 7: the grad"),
-        (APART | {"importance_weight": 0.9}, "weights become noisy; the same types"),
+        (APART, "0.02 nats per token from the trained one, with a ratio of up to 7: the grad"),
+        (APART | {"importance_weight": 0.9}, "weights become noisy; use the same dtypes"),
         ({"importance_masked": 0.3}, "mis leaves out 30% of the tokens: raise"),
         ({"rollout_kl": 0.005, "rollout_ratio_max": 2.0, "importance_masked": 0.1}, None),
     ],

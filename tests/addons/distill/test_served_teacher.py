@@ -162,10 +162,10 @@ def test_log_probabilities_are_those_of_the_response_after_what_the_teacher_read
     ("found", "words"),
     [
         (None, "no choices with prompt_logprobs"),
-        ([None, {"5": {"logprob": -1.0}}], "scored 1 tokens that are not those it was sent"),
-        ([None, {"4": {"logprob": -1.0}}, {"6": {"logprob": -1.0}}], "not those it was sent"),
-        ([None, {"4": {"logprob": -1.0}}, {"5": {"logprob": float("nan")}}], "no log-probabilit"),
-        ([None, {"4": {"logprob": -1.0}}, {"5": {"logprob": 0.5}}], "no log-probabilities"),
+        ([None, {"5": {"logprob": -1.0}}], "scored 1 tokens other than those sent to it"),
+        ([None, {"4": {"logprob": -1.0}}, {"6": {"logprob": -1.0}}], "other than those sent"),
+        ([None, {"4": {"logprob": -1.0}}, {"5": {"logprob": float("nan")}}], "not log-probabilit"),
+        ([None, {"4": {"logprob": -1.0}}, {"5": {"logprob": 0.5}}], "not log-probabilities"),
         ([None, {}, {}], "no choices with prompt_logprobs"),
     ],
 )
@@ -192,9 +192,9 @@ def test_a_teacher_that_does_not_fit_is_refused_in_a_line():
         assert "\n" not in str(caught.value)
 
     with scoring(halves) as address:
-        refused("it has another tokenizer", address, own=build_byte_tokenizer())
-        refused("it has room for 200 tokens, and --max_prompt", address, most=200)
-        refused(f"it has the models big: name one, as in {address}/v1#NAME", address, model="no")
+        refused("it has a different tokenizer", address, own=build_byte_tokenizer())
+        refused("its context is 200 tokens, but --max_prompt", address, most=200)
+        refused(f"it serves the models big: name one, as in {address}/v1#NAME", address, model="no")
     refused(f"--teacher_model_name_or_path {address} cannot be used: ", address)
     with pytest.raises(ServerError, match="no choices with prompt_logprobs"):
         read_prompt_logprobs({"choices": [{"text": "x"}]})

@@ -25,7 +25,10 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--rollout_engine", "sglang"], "own, vllm, or addresses of servers such as http://"),
+        (
+            ["--rollout_engine", "sglang"],
+            "own, vllm, or comma-separated addresses of servers such as http://",
+        ),
         (
             ["--rollout_engine", f"{NOBODY},ftp://a"],
             "--rollout_engine must be own, .*, got .*,ftp://a",
@@ -33,11 +36,11 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         (["--rollout_engine", NOBODY], "hands over the actor's adapter, and all weights train"),
         (
             ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"],
-            f"--rollout_engine {NOBODY} cannot be asked: .*refused; start there `vllm serve",
+            f"--rollout_engine {NOBODY} cannot be reached: .*refused; start `vllm serve",
         ),
         (
             ["--rollouts_ahead", "1"],
-            "--rollouts_ahead 1 has .*_engine own draws in the processes .*`dschat-lora serve",
+            "--rollouts_ahead 1 has .*_engine own generates in the training .*`dschat-lora serve",
         ),
         (
             ["--rollouts_ahead", "1", "--rollout_engine", NOBODY, "--environment", "json:loads"],
@@ -45,11 +48,11 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         ),
         (
             ["--rollouts_ahead", "1", *SERVED, "--rollout_correction", "none"],
-            "--rollouts_ahead 1 learns from responses of older .*--rollout_correction none leaves",
+            "--rollouts_ahead 1 trains on responses of older .*--rollout_correction none turns",
         ),
         (
             ["--rollouts_ahead", "1", *SERVED, "--no-do_sample"],
-            "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
+            "--rollouts_ahead 1 .*, but --no-do_sample turns that off",
         ),
         (
             [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "no-such-vllm serve"],
@@ -61,11 +64,11 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         ),
         (
             [*VLLM, "--actor_lora_dim", "600", "--vllm_command", "true"],
-            "--actor_lora_dim 600 is more than the 512 that vLLM takes",
+            "--actor_lora_dim 600 exceeds vLLM's maximum of 512",
         ),
         (
             [*VLLM, "--actor_lora_dim", "4", "--rollouts_ahead", "1", "--no-do_sample"],
-            "--rollouts_ahead 1 .*, and --no-do_sample leaves no weights",
+            "--rollouts_ahead 1 .*, but --no-do_sample turns that off",
         ),
         (VLLM, "--rollout_engine vllm hands over the actor's adapter, and all weights train"),
         (
@@ -130,7 +133,7 @@ def test_vllm_is_told_how_long_rows_are_rotated():
     source = SimpleNamespace(rope_scaling=rope)
     inputs = SimpleNamespace(sources=SimpleNamespace(by_role={"actor": source}))
     options = {"rollout_engine": "vllm", "actor_lora_dim": 4, "vllm_command": "true"}
-    with pytest.raises(ValueError, match="trained with --rope_scaling .*: say the same to vLLM"):
+    with pytest.raises(ValueError, match="trained with --rope_scaling .*: pass it to vLLM"):
         check_vllm(build_config(RlhfConfig, options), inputs)
     options["vllm_command"] = "true --hf-overrides {}"
     check_vllm(build_config(RlhfConfig, options), inputs)

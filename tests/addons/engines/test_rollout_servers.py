@@ -128,14 +128,14 @@ FAULTS = {
     "no choices": (replying({"choices": []}), "no choices with token_ids"),
     "cut short": (cut_short, "9 more expected"),
     "an error": (replying({"error": "full"}, 500), "it answers 500"),
-    "no token ids": (with_reply(token_ids=None), "its tokens are not up to 4"),
-    "another adapter": (with_reply(model="old"), "the adapter 'old' where 'adapter' was asked"),
-    "tokens beyond": (with_reply(token_ids=[99, END]), "of the actor's 64"),
-    "too many": (with_reply(token_ids=[5] * 5), "its tokens are not up to 4"),
+    "no token ids": (with_reply(token_ids=None), "it must return at most 4"),
+    "another adapter": (with_reply(model="old"), "the adapter 'old', but 'adapter' was requested"),
+    "tokens beyond": (with_reply(token_ids=[99, END]), "vocabulary of 64"),
+    "too many": (with_reply(token_ids=[5] * 5), "it must return at most 4"),
     "no numbers": (with_reply(logprobs=NAN), "each with a log-probability"),
-    "no end": (with_reply(token_ids=[5, 6]), "ended a response for 'stop' after 2 tokens, at 6"),
-    "cut": (with_reply(finish_reason="length"), "for 'length' after 2 tokens, at 2"),
-    "denies": (replying({"error": "who?"}, 401), "refuses the key of ROLLOUT_API_KEY, 401"),
+    "no end": (with_reply(token_ids=[5, 6]), "ended a response with 'stop' after 2 tokens, at 6"),
+    "cut": (with_reply(finish_reason="length"), "with 'length' after 2 tokens, at 2"),
+    "denies": (replying({"error": "who?"}, 401), "rejects the key of ROLLOUT_API_KEY, 401"),
 }
 
 
@@ -213,7 +213,7 @@ def test_where_no_server_is_left_the_error_names_each_and_why():
 
 def test_a_request_that_is_refused_ends_all_at_once():
     refusal = replying({"error": {"message": "the prompt is too long"}}, 400)
-    words = "refuses what is asked, 400: .*too long"
+    words = "rejects the request, 400: .*too long"
     with servers(Fake(), Fake(refusal)) as (pool, _), pytest.raises(EngineError, match=words):
         pool.begin(BODIES)()
 
@@ -310,7 +310,7 @@ def test_vllm_and_sglang_share_prompts_and_nonsense_of_one_loses_it():
     ):
         check(pool.begin(BODIES)())
         assert pool.lost.keys() == {bad.address}
-        assert "no output_token_logprobs and finish_reason, as SGLang's have" in said[0]
+        assert "its reply lacks SGLang's output_token_logprobs" in said[0]
         assert good.asked >= len(BODIES) - bad.asked
 
 

@@ -106,7 +106,7 @@ def test_a_server_is_waited_for_and_ends_with_what_it_has_started(tmp_path):
     ("target", "words"),
     [
         ("broken", r"^it ended with exit code 3; its log \S+ says: .*ValueError: no such model$"),
-        ("stubborn", r"^it does not answer after 1 seconds; --rollout_timeout .* says: loading$"),
+        ("stubborn", r"^no answer after 1 seconds; raise --rollout_timeout .* says: loading$"),
     ],
 )
 def test_a_server_that_does_not_start_is_an_error_of_one_line(tmp_path, monkeypatch, target, words):

@@ -128,14 +128,14 @@ def test_what_gymnasium_cannot_play_is_refused():
     for name, words in (
         (
             "addons.environments.gym_envs:Moves-v0",
-            "Moves-v0: actions are Box.*; an answer gives Text or",
+            "Moves-v0: actions are Box.*; only Text and Discrete",
         ),
         ("Nosuch-v0", "--environment gymnasium:Nosuch-v0: .*doesn't exist"),
         ("nosuch:Nosuch-v0", "nosuch"),
     ):
         with pytest.raises(ValueError, match=words):
             load(f"gymnasium:{name}")
-    with failing("an observation is a float; only environments whose"):
+    with failing("an observation is a float; only environments with"):
         play(load(f"gymnasium:{ENVS}:Blind-v0"), episodes(1), [["1" + END]])
 
 
@@ -264,7 +264,7 @@ def test_an_older_package_is_refused_by_the_version_that_is_needed(monkeypatch):
 def test_what_is_no_mcp_server_is_refused():
     pytest.importorskip("mcp")
     for server in ("nosuch-command", f"{sys.executable} -c 1", "http://127.0.0.1:9/mcp"):
-        with pytest.raises(ValueError, match=f"--environment mcp:{server} is no server: "):
+        with pytest.raises(ValueError, match=f"--environment mcp:{server} is not a server: "):
             load(f"mcp:{server}")
 
 
@@ -366,7 +366,7 @@ def test_what_verifiers_cannot_play_is_refused(monkeypatch):
     pytest.importorskip("verifiers")
     monkeypatch.chdir(HERE / "tasksets")
     for name, words in (
-        ("vf_stops", "vf_stops needs hooks that stop or intercept the agent, which there is not"),
+        ("vf_stops", "vf_stops needs hooks that stop or intercept the agent, which is not"),
         ("nosuch", "--environment verifiers:nosuch: taskset 'nosuch' not found"),
         ("vf_digits?rounds=x", "--environment verifiers:vf_digits.rounds=x: .*rounds"),
     ):

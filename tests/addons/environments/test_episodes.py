@@ -277,16 +277,28 @@ NO_REPLIES = {
     "NaN": ([user(math.nan)], "'content' must be text, found float"),
     "bytes": ([user(b"x")], "'content' must be text, found bytes"),
     "tensor": ([user(torch.ones(1))], "'content' must be text, found Tensor"),
-    "NaN beside": ([user("x", score=math.nan)], "returned what JSON cannot hold: Out of range"),
-    "half an emoji": ([user("\ud83d")], "returned what JSON cannot hold: 'utf-8'"),
-    "cycle": ([cycle()], "returned what JSON cannot hold: Circular reference"),
-    "without end": ([user("x", more=NESTED)], "returned what JSON cannot hold: maximum"),
-    "long integer": ([user("x", more=10**5000)], "returned what JSON cannot hold: Exceeds"),
+    "NaN beside": (
+        [user("x", score=math.nan)],
+        "returned a value that JSON cannot represent: Out of range",
+    ),
+    "half an emoji": ([user("\ud83d")], "returned a value that JSON cannot represent: 'utf-8'"),
+    "cycle": ([cycle()], "returned a value that JSON cannot represent: Circular reference"),
+    "without end": (
+        [user("x", more=NESTED)],
+        "returned a value that JSON cannot represent: maximum",
+    ),
+    "long integer": (
+        [user("x", more=10**5000)],
+        "returned a value that JSON cannot represent: Exceeds",
+    ),
     "no role": ([{"content": "7"}], "must have 'role' and 'content', found ['content']"),
     "a second": ([[user("7"), {"role": "user"}]], "message 2 that it returned must have 'role'"),
     "role": ([{"role": 1, "content": "7"}], "'role' must be text, found int"),
     "actor's": ([{"role": "assistant", "content": "7"}], "'assistant', which is the actor's"),
-    "set": ([user("x", more={1})], "returned what JSON cannot hold: Object of type set"),
+    "set": (
+        [user("x", more={1})],
+        "returned a value that JSON cannot represent: Object of type set",
+    ),
 }
 
 

@@ -185,7 +185,7 @@ def test_rows_choose_among_several_environments():
     prompts, played = play(environment, rows, turns)
     assert [each.episode.reward for each in played] == [1.0, 1.0]
     assert ["increment" in TOKENIZER.decode(p.input_ids) for p in prompts] == [False, True]
-    with failing("environment is 'x'; there are 'count', 'quiz'"):
+    with failing("environment is 'x'; known ones are 'count', 'quiz'"):
         environment.begin(prompts_of([{"environment": "x"}]), [0], 1, (1,))
 
 
@@ -267,8 +267,8 @@ class Triple(Quiz):
     ("found", "words"),
     [
         (Different, "--environment mine:Env: reset returned '1' and '2' for copies of one prompt"),
-        (Nan, "Env: an environment gave the reward nan; a reward is a finite number"),
-        (Pair, "Env: reset returned a tuple; it returns a text, a message, a list of messages"),
+        (Nan, "Env: an environment returned the reward nan; a reward must be a finite number"),
+        (Pair, "Env: reset returned a tuple; it must return a text, a message, a list of messages"),
         (Triple, "Env: step returned a tuple of 3; return a reply, or a reply and the reward"),
         (Exits, "sys.exit was called"),
         (Hangs, "took more than the 0.2 seconds of --reward_timeout"),
@@ -298,9 +298,9 @@ def make_nothing():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Nothing", "Nothing has neither a method step.message., which answers the actor, nor"),
+        ("Nothing", "Nothing has neither a method step.message. that replies to the actor, nor"),
         ("make_nothing", "Nothing has neither a method step"),
-        ("Untyped", "the method add is no tool: .*give it type hints and a docstring"),
+        ("Untyped", "the method add is not a valid tool: .*give it type hints and a docstring"),
         ("END", "has no function END"),
     ],
 )
@@ -406,7 +406,7 @@ def test_a_row_whose_prompt_has_another_name_is_refused_where_something_is_added
     sample = PromptSample(np.array([3], dtype=np.int32), b'{"question": "?", "target": 1}')
     with pytest.raises(EnvironmentFailedError) as caught:
         made(Given).begin([sample], [0], 1, (1,))
-    words = "must stand under `prompt` or `messages`; this row has question, target"
+    words = "must be in `prompt` or `messages`; this row has question, target"
     assert words in str(caught.value.__cause__)
 
 

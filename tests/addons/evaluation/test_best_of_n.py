@@ -174,7 +174,7 @@ def test_rows_without_a_winner_are_left_out_and_counted_and_none_is_written_twic
     found = verb(f"{greedy} --reward_function my_vowels:same")
     (row,) = rows_of(found.out)
     assert row["prompt"] == [{"role": "user", "content": "Hi"}]
-    assert "1 rows are left out: their prompt and answers came before" in found.err
+    assert "1 duplicate rows are left out" in found.err
     found = verb(f"{greedy} --reward_function my_vowels:same --min_reward 1.5")
     assert found.out == ""
     assert "2 prompts have no row: no answer ended by itself and scored 1.5" in found.err

@@ -153,9 +153,9 @@ def test_unknown_tasks_and_models_that_answer_nothing_are_refused(tasks, tmp_pat
     with pytest.raises(ValueError, match=r"^--eval_tasks \S*empty holds no task"):
         dl.sft(eval_tasks=[str(tmp_path / "empty")], output_dir=tmp_path / "out", **SFT)
     options = {"lora_dim": 4, "eval_tasks": [str(tasks)], "output_dir": tmp_path / "two"}
-    with pytest.raises(ValueError, match="--eval_tasks ask a language model"):
+    with pytest.raises(ValueError, match="--eval_tasks need a language model"):
         dl.reward(**options)
-    with pytest.raises(ValueError, match="--eval_tasks are measured with the held-out rows"):
+    with pytest.raises(ValueError, match="--eval_tasks are run when held-out rows"):
         dl.sft(data=ROWS, **options, eval_ratio=0.0, quiet=True)
 
 
