@@ -144,13 +144,6 @@ def test_every_module_imports_and_the_stages_generate_and_merge_run(alone):
     assert (alone / "sft" / "model" / "config.json").is_file()
 
 
-@pytest.mark.thorough
-def test_the_demo_ends_with_its_table(alone):
-    ended = run(alone, "dschat_lora", "demo", "--output_dir", "demo")
-    assert ended.returncode == 0, ended.stderr
-    assert "held-out" in ended.stdout
-
-
 @pytest.mark.parametrize("name", sorted(installed()))
 def test_without_one_add_on_the_others_have_their_verbs(tmp_path, name):
     home = copy(tmp_path, name)

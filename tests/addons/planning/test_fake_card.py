@@ -3,7 +3,6 @@
 import pytest
 
 from dschat_lora.addons.pipeline.placeholders import write_config
-from dschat_lora.addons.planning.cards import Card
 from dschat_lora.addons.planning.plan_search import plan_stage, planning
 from dschat_lora.addons.planning.published import PUBLISHED, published_name
 from dschat_lora.perf.launches import count_launches
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.stage
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "rank", "recompute"), [ROWS[0], *[ROWS[-1]] * ALL])
-def test_a_plan_expects_the_peak_and_says_that_no_smaller_card_is_enough(
+def test_a_plan_expects_the_peak(
     fake_device, tmp_path, shape, rank, recompute
 ):
     trained = train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute)
@@ -25,10 +24,8 @@ def test_a_plan_expects_the_peak_and_says_that_no_smaller_card_is_enough(
     options = {"model_name_or_path": str(tmp_path / "model"), "max_seq_len": 512}
     options |= {"lora_dim": rank, "gradient_checkpointing": recompute}
     with planning() as home:
-        card = Card("as large as the peak", trained["peak"])
-        plan = plan_stage("sft", options, home, card=card)
-    assert 0.9 < plan.plan.peak / trained["peak"] < 1.1
-    assert not plan.fits
+        plan = plan_stage("sft", options, home, card=None).plan
+    assert 0.9 < plan.peak / trained["peak"] < 1.1
 
 
 @pytest.mark.thorough
