@@ -17,6 +17,7 @@ def iterate(fake_device, directory, *options, memory):
         "fakecuda.programs:stage",
         script="training/step3_rlhf/main.py",
         memory=memory * MIB,
+        truth=False,  # no response ends
         options=[
             *("--algorithm", "rloo", "--num_generations", "2", "--actor_lora_dim", "8"),
             *("--reward_function", "fakecuda.programs:no_reward", "--eval_prompts", "0"),

@@ -373,14 +373,14 @@ def chosen(card):
         ]
 
 
-def stage(script, options, card="h200", world_size=1, memory=None, trial=""):
+def stage(script, options, card="h200", world_size=1, memory=None, trial="", truth=True):
     """A stage script, whose files are read and written for real; ``trial`` is the allocator's."""
     with (
         fake_cuda(card, world_size=world_size, memory=memory) as watch,
         mock.patch.object(gpu, "TRIAL", trial),
         contextlib.ExitStack() as stack,
     ):
-        watch.number = 0.0
+        watch.number, watch.truth = 0.0, truth
         stack.callback(setattr, sys, "argv", sys.argv)
         sys.argv = [script, *options]
         error = None
