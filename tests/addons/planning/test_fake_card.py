@@ -14,9 +14,7 @@ pytestmark = pytest.mark.stage
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("shape", "rank", "recompute"), [ROWS[0], *[ROWS[-1]] * ALL])
-def test_a_plan_expects_the_peak(
-    fake_device, tmp_path, shape, rank, recompute
-):
+def test_a_plan_expects_the_peak(fake_device, tmp_path, shape, rank, recompute):
     trained = train(fake_device, shape, layers=LAYERS, lora_dim=rank, recompute=recompute)
     fields = dict(PUBLISHED[published_name(shape)])
     fields |= {} if LAYERS is None else {"num_hidden_layers": LAYERS}
