@@ -42,7 +42,8 @@ def __getattr__(name: str) -> object:
             raise AttributeError(str(error)) from None
         value = addons.load(path)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     globals()[name] = value
     return value
 

@@ -131,7 +131,7 @@ FLOORS = [
     {
         "api": Room(
             "commands config data engine models report rl.options runtime supervised",
-            light="options process stages verbs",
+            light="options process stages tracebacks verbs",
         ),
         "__main__": Room("commands config report runtime", light="__main__"),
         "old_names": Room(light="old_names"),

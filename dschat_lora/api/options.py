@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, get_args
 
+from dschat_lora.api.tracebacks import api_boundary
 from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields, options_that_run
-from dschat_lora.config.parser import by_section
+from dschat_lora.config.parser import by_section, everyday_options
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.engines import known_engines
@@ -67,22 +68,37 @@ _TYPES = {
 }
 
 
+class AllOptions(inspect.Signature):
+    """A signature that editors read whole, and that ``help`` shows without rare options."""
+
+    shown: inspect.Signature | None = None
+
+    def __str__(self) -> str:
+        return super().__str__() if self.shown is None else str(self.shown)
+
+    def format(self, **width: Any) -> str:
+        """The text of ``help`` from Python 3.13 on."""
+        whole = super() if self.shown is None else self.shown
+        text: str = whole.format(**width)  # type: ignore[union-attr]
+        return text
+
+
 def with_options(
     config_class: "type[DataclassInstance]", *named: str, only: Collection[str] | None = None
 ) -> Callable[[FunctionT], FunctionT]:
-    """A decorator that names the options of ``config_class`` in a function's signature and help.
+    """A decorator that gives a public function the options of ``config_class``.
 
-    They stand in place of ``**options``, but for ``named`` ones, which have an argument of their
-    own. ``only`` some of them may be taken.
+    Its signature has all, its help the everyday ones, and its attribute ``options`` all by section,
+    but for ``named`` ones, which have an argument of their own. ``only`` some of them may be taken.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
         whole = inspect.signature(function)
-        *own, options = whole.parameters.values()
-        assert options.kind is options.VAR_KEYWORD
+        *own, others = whole.parameters.values()
+        assert others.kind is others.VAR_KEYWORD
         taken, rows = {*whole.parameters, *named}, dict[str, OptionRow]()
-        sections: dict[str, str] = {}
-        for name, (field, annotation) in option_fields(config_class).items():
+        fields, sections = option_fields(config_class), dict[str, str]()
+        for name, (field, annotation) in fields.items():
             if name in taken or (only is not None and name not in only):
                 continue
             default = field.default
@@ -94,22 +110,33 @@ def with_options(
                 kind += " | None"
             rows[name] = (name, kind, default, field.metadata["help"].replace("\n", "; "))
             sections[name] = field.metadata["section"]
-        by_title = by_section(sections, getattr(config_class, "everyday", ()))
+        first = getattr(config_class, "everyday", None) if only is None else None
+        by_title = by_section(sections, first or ())
         function.options = {  # type: ignore[attr-defined]
             title: [rows[name] for name in names] for title, names in by_title.items()
         }
-        ordered = [rows[name] for names in by_title.values() for name in names]
-        parameters = [
-            inspect.Parameter(name, options.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, kind, default, _ in ordered
-        ]
-        function.__signature__ = whole.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *parameters]
-        )
-        lines = [f"    {name} ({kind}): {text}" for name, kind, _, text in ordered]
-        about = inspect.cleandoc(function.__doc__ or "")
-        function.__doc__ = "\n".join([about, "", "Options:", *lines])
-        return function
+        everyday = rows if first is None else everyday_options(rows, first)
+        shown = [name for names in by_title.values() for name in names if name in everyday]
+        added = {
+            name: inspect.Parameter(name, others.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, kind, default, _ in map(rows.__getitem__, dict.fromkeys([*shown, *rows]))
+        }
+        signature = AllOptions([*own, *added.values()], return_annotation=whole.return_annotation)
+        lines = ["", "", "Options:"]
+        for name in shown:
+            text = fields[name][0].metadata["help"].partition("\n")[0]
+            lines.append(f"    {name}={rows[name][2]!r}: {text}")
+        if more := len(rows) - len(shown):
+            signature.shown = whole.replace(
+                parameters=[*own, *map(added.__getitem__, shown), others]
+            )
+            lines[2] = "Everyday options:"
+            command = f"dschat-lora {function.__name__} --help"
+            lines += ["", f"{more} more: `{command} all` lists them in a terminal, and"]
+            lines += [f"`{command} WORD` those with a word in their names; with ! in a notebook."]
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        function.__doc__ = inspect.cleandoc(function.__doc__ or "") + "\n".join(lines)
+        return api_boundary(function)
 
     return decorate
 
@@ -170,8 +197,8 @@ def model_value(model: object, option: str = "model") -> str | None:
         saved: Path = late("models.fingerprint:saved_model")(*model)
         return str(saved)
     raise TypeError(
-        f"{option} must be a name, a path, a Run, or (model, tokenizer), got a "
-        f"{type(model).__name__}"
+        f"{option.removeprefix('actor_').removesuffix('_name_or_path')} must be a name, a path, a "
+        f"Run, or (model, tokenizer), got {type(model).__name__}"
     )
 
 
@@ -197,6 +224,8 @@ def data_value(data: object, name: str, stack: ExitStack, column: str | None = N
         return stack.enter_context(held(data, name))
     if not data:
         raise ValueError(f"{name} has no rows")
+    if (number := next((n for n, each in enumerate(data) if each is None), None)) is not None:
+        raise TypeError(f"{name}[{number}] is None; rows are dicts")
     if all(isinstance(each, Mapping) for each in data):
         return stack.enter_context(held(data, name))
     texts = [each for each in data if isinstance(each, str) and len(each.split()) > 1]

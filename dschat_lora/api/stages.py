@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from dschat_lora.api.options import (
     Model,
     PathLike,
     Reward,
+    function_name,
     option_values,
     reward_options,
     with_options,
 )
 from dschat_lora.api.process import only_run, run_in_process
+from dschat_lora.api.tracebacks import api_boundary
 from dschat_lora.api.verbs import Message, generate
 from dschat_lora.commands.stages import STAGES, check_as_verb
 from dschat_lora.config.addons import load as load_object
@@ -44,6 +47,7 @@ NAMED = (
 )
 
 
+@api_boundary
 class Run:
     """A run that has ended, or a model that can be used like its result.
 
@@ -73,6 +77,7 @@ class Run:
         return f"<Run {self.path}: {self.status}>"
 
     @property
+    @api_boundary
     def adapter(self) -> Path | None:
         """The directory of the adapter in PEFT's layout; None where a whole model was trained."""
         return find_model(str(self.path)).adapter
@@ -119,6 +124,7 @@ def _run_view(name: str) -> Callable[..., Any] | None:
     return None if path is None else load_object(path)
 
 
+@api_boundary
 def load(path: str | Path) -> Run:
     """A finished run, an adapter, a merged model or a checkpoint by its directory.
 
@@ -128,15 +134,17 @@ def load(path: str | Path) -> Run:
     Raises:
         ValueError: if nothing usable is there, nor a model of that name on the hub.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a directory or hub name, got {type(path).__name__}")
     home = Path(path).expanduser()
     if not (home / "run.json").is_file():
-        source = find_model(str(home) if home.exists() else str(path))
-        if not home.exists():
-            try:
+        try:
+            source = find_model(str(home) if home.exists() else str(path))
+            if not home.exists():
                 late("models.loading:load_config")(source.base, ModelConfig())
-            except ValueError as error:
-                if "trust_remote_code" not in str(error):  # it is there, with code
-                    raise ValueError(str(error).replace("--model_name_or_path ", "")) from error
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):  # it is there, with code
+                raise ValueError(str(error).replace("--model_name_or_path ", "")) from error
     return Run(home.absolute() if home.exists() else home)
 
 
@@ -274,6 +282,28 @@ def common_options(
     }
 
 
+def _checked_callback(callback: Callback) -> Callback:
+    """A callback whose mistakes are those of a user's function, and not of an option."""
+    if not callable(callback):
+        raise TypeError(f"callbacks must be functions, got a {type(callback).__name__}")
+    name = function_name(callback)
+    with suppress(ValueError):  # of a builtin function without a signature
+        signature = inspect.signature(callback)
+        try:
+            signature.bind("train", 0, {})
+        except TypeError:
+            words = f"callbacks take (event, step, metrics), {name} takes {signature}"
+            raise TypeError(words) from None
+
+    def called(event: str, step: int, metrics: dict[str, Any]) -> object:
+        try:
+            return callback(event, step, metrics)
+        except (ValueError, OSError) as error:
+            raise RuntimeError(f"the callback {name} failed") from error
+
+    return called
+
+
 def train(
     stage: str,
     named: Mapping[str, object],
@@ -287,9 +317,7 @@ def train(
         raise TypeError(f"{twice[0]} is given by an argument of its own, too; give one")
     if not isinstance(callbacks, list | tuple):
         raise TypeError(f"callbacks must be a list of functions, got a {type(callbacks).__name__}")
-    for callback in callbacks:
-        if not callable(callback):
-            raise TypeError(f"callbacks must be functions, got a {type(callback).__name__}")
+    callbacks = [*map(_checked_callback, callbacks)]
     with ExitStack() as stack:
         config_class = STAGES[stage].config
         values = option_values(config_class, {**options, **given}, stack)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -55,11 +55,21 @@ def generate(
         TypeError: for an option that does not exist.
         ValueError: for a value that cannot be used, and a prompt that is too long.
     """
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a list of texts or of messages, got {prompts!r:.60}")
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if all(isinstance(each, Mapping) and "role" in each for each in given):
         given = [given] if given else []  # one conversation
     if not given:
         return []
+    for number, each in enumerate(given):
+        of_messages = isinstance(each, Iterable) and not isinstance(each, Mapping)
+        if not isinstance(each, str) and not (
+            of_messages and all(isinstance(message, Mapping) for message in each)
+        ):
+            raise TypeError(
+                f"prompts[{number}] must be a text or a list of messages, got {each!r:.60}"
+            )
     with ExitStack() as stack:
         model = BUNDLED_MODEL if model is None else model
         values: dict[str, Any] = {"model_name_or_path": model}

@@ -22,11 +22,10 @@ from dschat_lora.config.bundled import find_recipe
 from dschat_lora.config.files import MOST_TYPED_BYTES, parse_yaml, read_text
 from dschat_lora.config.parser import (
     COMPATIBILITY,
-    EVERYDAY,
-    MOST,
     OTHER,
     Parser,
     by_section,
+    everyday_options,
     unknown_option,
 )
 from dschat_lora.config.values import converter, from_yaml, is_switch, value_shape
@@ -50,6 +49,16 @@ OptionField = tuple[dataclasses.Field[object], object]  # and its annotation
 When = str | Callable[[Callable[[str], Any]], str]
 NEVER, ELSEWHERE = "never", "elsewhere"
 
+# Arguments of Python's functions by the options that they are on the command line.
+_ARGUMENTS = {
+    "model_name_or_path": "model",
+    "actor_model_name_or_path": "model",
+    "critic_model_name_or_path": "critic",
+    "data_path": "data",
+    "eval_data_path": "eval_data",
+    "reward_function": "rewards",
+    "resume_from_checkpoint": "resume",
+}
 # Set by launchers; DeepSpeed's own names that carry no setting of ours.
 _LAUNCHER_FLAGS = ("local_rank", "deepscale", "deepscale_config")
 
@@ -164,8 +173,7 @@ def parse_config(
     sections = {name: field.metadata["section"] for name, (field, _) in fields.items()}
     everyday = getattr(config_class, "everyday", None)
     if everyday is not None:
-        known = [name for name in dict.fromkeys((*everyday, *EVERYDAY)) if name in fields]
-        parser.everyday = {*known[:MOST], "h", "config"}
+        parser.everyday = {*everyday_options(fields, everyday), "h", "config"}
     for title, names in by_section(sections, everyday or ()).items():
         for name in names:
             also = [old for old, new in aliases.items() if new == name]
@@ -307,7 +315,7 @@ def options_in_python(
     for given, value in values.items():
         name = aliases.get(given, given)
         if name not in fields:
-            raise TypeError(unknown_option(f"--{given}", [*fields, *aliases]))
+            raise TypeError(in_python(unknown_option(f"--{given}", [*fields, *aliases])))
         if value is None:
             continue
         field, annotation = fields[name]
@@ -329,6 +337,13 @@ def options_in_python(
         hint = field.metadata.get("hint", "")
         converted[name] = from_yaml(f"--{name}:", value, annotation, hint=hint)
     return converted
+
+
+def in_python(message: str) -> str:
+    """A message about an unknown option that names arguments of Python's functions."""
+    for name, argument in _ARGUMENTS.items():
+        message = re.sub(rf"--{name}\b", argument, message)
+    return message.replace("see --help", "see help() of the function")
 
 
 def option_names(config_class: "type[DataclassInstance]") -> list[str]:

@@ -52,6 +52,11 @@ def by_section(sections: Mapping[str, str], everyday: Sequence[str] = ()) -> dic
     return {title: names for title, names in by_title.items() if names}
 
 
+def everyday_options(names: Collection[str], first: Sequence[str]) -> list[str]:
+    """Those of ``names`` that ``--help`` shows; ``first`` come before those of ``EVERYDAY``."""
+    return [name for name in dict.fromkeys((*first, *EVERYDAY)) if name in names][:MOST]
+
+
 def _place(title: str | None) -> int:
     """Where a section stands, of which those of one place keep their order."""
     if title is not None and title.startswith("add-on "):

@@ -65,9 +65,9 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
+    file = None if path.lstrip().startswith("{") else find_deepspeed_json(path)
     try:
-        is_text = path.lstrip().startswith("{")
-        content = parse_json(path) if is_text else read_json(find_deepspeed_json(path))
+        content = parse_json(path) if file is None else read_json(file)
     except (OSError, ValueError) as error:
         raise ValueError(f"--deepspeed_config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

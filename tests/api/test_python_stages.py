@@ -4,6 +4,7 @@ import gzip
 import inspect
 import json
 import os
+import pydoc
 import runpy
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from traceback import format_exception
 from types import SimpleNamespace
 
 import datasets
@@ -336,10 +338,12 @@ def test_lists_of_a_frame_are_arrays(sft):
 
 def test_after_a_failing_callback_and_a_run_within_a_run_the_next_run_works_in_any_thread(sft):
     def fail(event, step, metrics):
-        raise LookupError("mine")
+        raise ValueError("mine")
 
-    with pytest.raises(LookupError, match="mine"):
+    with pytest.raises(RuntimeError, match="the callback fail failed") as raised:
         dl.sft(data=ROWS, callbacks=[fail], **SHORT)
+    assert [each.name for each in raised.traceback][1:] == ["call"]
+    assert raised.value.__cause__.__traceback__.tb_frame.f_code.co_name == "fail"
     with pytest.raises(RuntimeError, match="a run goes on in this process"):
         dl.sft(data=ROWS, callbacks=[lambda *line: dl.sft(data=ROWS, **SHORT)], **SHORT)
     found = []
@@ -433,14 +437,22 @@ def test_tables_and_texts_are_rows(kind, data, rows):
         (lambda: dl.sft(data=(r for r in ROWS)), ValueError, "data is a generator"),
         (lambda: dl.sft(data=[]), ValueError, "data has no rows"),
         (lambda: dl.sft(data=4), TypeError, "data must be a path, rows"),
+        (lambda: dl.sft(data=[ROWS[0], None]), TypeError, "data[1] is None; rows are dicts"),
+        (lambda: dl.sft(train_dataset=ROWS), TypeError, "--train_dataset; data takes files"),
         (lambda: dl.dpo(data=["What is 2?"]), TypeError, "{'prompt': 'What"),
-        (lambda: dl.sft(4), TypeError, "model_name_or_path must be a name, a path, a Run"),
+        (lambda: dl.sft(4), TypeError, "model must be a name, a path, a Run"),
         (lambda: dl.sft((4, 5)), TypeError, "(model, tokenizer) of transformers, got a int"),
         (lambda: dl.sft("a", model_name_or_path="b"), TypeError, "an argument of its own, too"),
         (lambda: dl.sft(data=ROWS[0]), TypeError, "a single row goes into a list"),
         (lambda: dl.sft(callbacks=brevity), TypeError, "a list of functions, got a function"),
         (lambda: dl.sft(deepspeed_config={"a": {1}}), ValueError, "--deepspeed_config: is no JSON"),
         (lambda: dl.sft(callbacks=[4]), TypeError, "callbacks must be functions"),
+        (lambda: dl.sft(callbacks=[brevity]), TypeError, "metrics), brevity takes (responses)"),
+        (
+            lambda: dl.sft(deepspeed_config="a"),
+            ValueError,
+            "config a cannot be read: it is no file",
+        ),
         (lambda: dl.rlhf(rewards=[4]), TypeError, "rewards must be functions"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=[1, 2, 3]), ValueError, "3 weights"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=2), ValueError, "a list of numbers"),
@@ -461,6 +473,9 @@ def test_tables_and_texts_are_rows(kind, data, rows):
             marks=of_the_whole,
         ),
         (lambda: dl.generate("a", ["b"], output_path="c"), TypeError, "of the command alone"),
+        (lambda: dl.Run(".").generate([None]), TypeError, "prompts[0] must be a text or a list of"),
+        (lambda: dl.generate(None, {"prompt": "a"}), TypeError, "prompts must be a list of texts"),
+        (lambda: dl.load(None), TypeError, "path must be a directory or hub name, got NoneType"),
         (lambda: dl.load("nosuch/run/here"), ValueError, "nosuch/run/here"),
         (lambda: dl.load("nosuch"), ValueError, "nosuch: its configuration cannot be loaded"),
         (lambda: dl.sft(data="python:data"), ValueError, "is an object of a Python program"),
@@ -471,6 +486,27 @@ def test_what_cannot_be_used_is_one_clear_exception(call, kind, words):
         call()
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
+    if call.__code__.co_names[1] != "Algorithm":
+        assert [each.name for each in raised.traceback][1:] == ["<lambda>", "call"]
+        assert (raised.value.__cause__, raised.value.__suppress_context__) == (None, True)
+
+
+def test_all_frames_of_an_error_are_kept_where_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv("DSCHAT_LORA_TRACEBACK", "1")
+    with pytest.raises(TypeError) as raised:
+        dl.sft(lora_dimm=4)
+    assert raised.traceback[-1].name == "options_in_python"
+
+
+def test_ipython_shows_an_error_by_the_cell_alone(monkeypatch):
+    show = SimpleNamespace(structured_traceback=format_exception)
+    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(InteractiveTB=show))
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    with pytest.raises(TypeError) as raised:
+        dl.Run(".").generate(4)
+    (_, cell, message) = raised.value._render_traceback_()
+    assert "in test_ipython_shows" in cell
+    assert message == "TypeError: prompts must be a list of texts or of messages, got 4\n"
 
 
 def test_a_reward_that_fails_raises_its_error_after_the_iterations_before_are_saved(sft, tmp_path):
@@ -483,8 +519,10 @@ def test_a_reward_that_fails_raises_its_error_after_the_iterations_before_are_sa
         return [0.0] * len(responses)
 
     options = {**ROLLOUTS, "max_steps": 8}
-    with pytest.raises(OverflowError, match="too hot"):
+    with pytest.raises(OverflowError, match="too hot") as raised:
         dl.rlhf(sft, data=ROWS, rewards=fragile, output_dir=tmp_path / "run", **options)
+    assert [each.name for each in raised.traceback][1:] == ["call", "fragile"]
+    assert raised.value.__cause__ is None
     assert any((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -557,11 +595,23 @@ def test_public_names():
         dl.nosuch  # noqa: B018
 
 
-def test_editors_see_every_option_with_its_default_and_help():
+def test_editors_see_every_option_with_its_default():
     parameters = inspect.signature(dl.sft).parameters
     assert parameters["lora_dim"].default is None
     assert parameters["lora_dim"].annotation == "int | None"
     assert "packing" in parameters
     assert "options" not in parameters
-    assert "    lora_dim (int | None): LoRA rank; 0 trains all weights" in dl.sft.__doc__
     assert "reward_weights" in inspect.signature(dl.rlhf).parameters
+
+
+@pytest.mark.parametrize("stage", [dl.sft, dl.reward, dl.dpo, dl.rlhf])
+def test_help_has_20_everyday_options_and_says_where_all_are(stage):
+    text = pydoc.render_doc(stage, renderer=pydoc.plaintext)
+    lines = text.partition("Everyday options:\n")[2].splitlines()
+    shown = [line.strip().partition("=")[0] for line in lines[:20]]
+    lora_dim, rank = ("actor_lora_dim" if stage is dl.rlhf else "lora_dim"), "LoRA rank"
+    assert any(line.startswith(f"        {lora_dim}=None: {rank}") for line in lines[:20])
+    assert lines[20].strip() == ""
+    assert f"`dschat-lora {stage.__name__} --help all`" in lines[21]
+    assert all(f", {name}: " in text.splitlines()[2] for name in shown)
+    assert "neftune_noise_alpha" not in text

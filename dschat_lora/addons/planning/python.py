@@ -13,6 +13,7 @@ from dschat_lora.addons.planning.cards import find_card
 from dschat_lora.addons.planning.config import TuneConfig
 from dschat_lora.addons.report.markup import safe
 from dschat_lora.api.options import Data, Model, option_values
+from dschat_lora.api.tracebacks import api_boundary
 from dschat_lora.commands.stages import STAGES, with_verb_defaults
 from dschat_lora.config.held import is_held
 from dschat_lora.config.options import (
@@ -50,6 +51,7 @@ class Plan:
         return f"<pre>{safe(self.text)}</pre>"
 
 
+@api_boundary
 def plan(
     stage: str,
     model: Model | None = None,
@@ -102,6 +104,7 @@ class Tuned:
     command: str
 
 
+@api_boundary
 def tune(
     stage: str,
     model: Model | None = None,

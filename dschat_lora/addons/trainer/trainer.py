@@ -44,6 +44,7 @@ from dschat_lora.addons.trainer.sequences import (
 )
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.api.options import Model, with_options
+from dschat_lora.api.tracebacks import api_boundary
 from dschat_lora.checkpoint.export import save_adapter
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.encoder import make_encoder
@@ -66,6 +67,7 @@ from dschat_lora.report.record import package_versions
 from dschat_lora.runtime.loop import broken_unless_finite
 
 
+@api_boundary
 class Trainer:
     """A language model, its AdamW and its decoder; call methods on every rank.
 

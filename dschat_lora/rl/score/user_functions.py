@@ -172,6 +172,12 @@ class UserFunction:
         column = getattr(self.function, "column", None)  # that it scores by
         wanted = [name for name in needed if name not in known] if column is None else [column]
         lacking = [name for name in wanted if name not in columns]
+        if (all_at_once := {*OWN, *TRL} & {*lacking}) and is_singular(self.function):
+            one = " and ".join(sorted(_OF_ONE & parameters.keys()))
+            raise ValueError(
+                f"--{self.option} {self.name} takes {one}, of one response at a time, and "
+                f"{', '.join(sorted(all_at_once))}, of all; rows holds the columns of the data"
+            )
         if lacking:
             raise ValueError(
                 f"--{self.option} {self.name} asks for {', '.join(lacking)}; it may take prompts, "

@@ -1,0 +1,105 @@
+"""Tracebacks of the public functions, without this package's frames: user code and messages."""
+
+import functools
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
+
+PublicT = TypeVar("PublicT", bound=Callable[..., Any])
+_PACKAGE = __name__.partition(".")[0]
+
+
+def api_boundary(public: PublicT) -> PublicT:
+    """A function, or a class with public methods, whose errors have short tracebacks.
+
+    An error that this package raises has none beyond the call. One of the user's own function
+    begins there, any other where this package was last. DSCHAT_LORA_TRACEBACK=1 keeps all.
+    """
+    if inspect.isclass(public):
+        for name, method in [*vars(public).items()]:
+            if inspect.isfunction(method) and (name[0] != "_" or name == "__init__"):
+                setattr(public, name, api_boundary(method))
+        return public
+
+    @functools.wraps(public)
+    def call(*args: object, **named: object) -> object:
+        try:
+            return public(*args, **named)
+        except BaseException as error:
+            if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
+                error.__traceback__ = cast(TracebackType, error.__traceback__).tb_next
+                _shorten(error)
+                _render_in_ipython(error)
+            raise error  # DSCHAT_LORA_TRACEBACK=1 shows every frame
+
+    return cast(PublicT, call)
+
+
+def _shorten(error: BaseException, *done: BaseException) -> bool:
+    """Shorten the tracebacks of an error and its causes; whether one has the user's code.
+
+    Causes without it are left out, and those that are ``done``.
+    """
+    last = [*_entries(error.__traceback__)][-1:]
+    entries = [*_entries(_without_calls(error.__traceback__))]
+    ours = [n for n, each in enumerate(entries) if _is_ours(each.tb_frame)]
+    users = [n for n, each in enumerate(entries) if _is_users(each.tb_frame)]
+    told = not users and any(_is_told(error, each) for each in last)
+    first = users[0] if users else ours[-1] if ours else 0
+    error.__traceback__ = entries[first] if entries and not told else None
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    error.__cause__ = None  # which leaves out the context, too
+    if cause is None or cause in done or not _shorten(cause, error, *done):
+        return bool(users)
+    error.__cause__ = cause
+    return True
+
+
+def _without_calls(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback after those entries of ``call`` that follow the first one are taken out."""
+    for entry in _entries(traceback):
+        while entry.tb_next and entry.tb_next.tb_frame.f_globals is globals():
+            entry.tb_next = entry.tb_next.tb_next
+    return traceback
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether the code is neither this package's nor a library's."""
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    of_library = module in sys.stdlib_module_names or "-packages" in frame.f_code.co_filename
+    return not (module == _PACKAGE or of_library)
+
+
+def _is_told(error: BaseException, last: TracebackType) -> bool:
+    """Whether an error comes from this package as a message: a mistake's, or by a ``raise``."""
+    line = linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno)
+    mistake = isinstance(error, ValueError | OSError | KeyboardInterrupt)
+    return _is_ours(last.tb_frame) and (mistake or line.lstrip().startswith("raise "))
+
+
+def _render_in_ipython(error: BaseException) -> None:
+    """Let IPython, which may show a notebook, leave out the frame of ``call``, too."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or hasattr(error, "_render_traceback_"):
+        return
+
+    def rendered() -> list[str]:
+        seen = type(error), error, _without_calls(error.__traceback__)
+        text: list[str] = shell.InteractiveTB.structured_traceback(*seen)
+        return text
+
+    error._render_traceback_ = rendered  # type: ignore[attr-defined]
