@@ -485,7 +485,12 @@ class RunConfig:
     dry_run: bool = option(
         False, help="check options and data, print what the run would do, and exit"
     )
-    verbose: bool = option(False, help="with --dry_run: list all options", when="dry_run")
+    verbose: bool = option(
+        False,
+        help="print the gradient norm, seconds, TFLOPs and more of each step; with --dry_run: all "
+        "options",
+        section=LOGGING,
+    )
 
     def __post_init__(self) -> None:
         evaluation = ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl")

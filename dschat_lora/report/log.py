@@ -4,26 +4,15 @@ import errno
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from dschat_lora.config.files import named, naming
 from dschat_lora.report.directory import open_alone
-from dschat_lora.report.terminal import (
-    RemainingTime,
-    current_viewer,
-    harmless,
-    is_quiet,
-    silence,
-    wrapped,
-)
-from dschat_lora.report.texts import counted
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from dschat_lora.report.terminal import current_viewer, fitted, is_quiet, silence, write_text
+from dschat_lora.report.texts import clock, counted
 
 
 class Sink(Protocol):
@@ -72,11 +61,13 @@ class RunLog:
         active: bool,
         sinks: Sequence[Sink] = (),
         earlier: bool = False,
+        verbose: bool = False,
     ) -> None:
         """Open the files of a run; without ``output_dir`` messages are printed, in 80 columns.
 
         ``active`` says whether this rank writes, ``earlier`` to keep earlier lines for
-        :meth:`rewind` instead of emptying the file. ``sinks`` get the numbers of every line.
+        :meth:`rewind` instead of emptying the file. ``sinks`` get the numbers of every line;
+        ``verbose`` asks for longer lines of steps.
 
         Raises:
             ValueError: if another process writes to the same directory, or a sink cannot begin.
@@ -85,10 +76,11 @@ class RunLog:
         self._active = active
         #: who shows the run in the place of the standard output; whether nothing is printed
         self._viewer, self._is_quiet = current_viewer(), is_quiet()
+        self.is_verbose = verbose
         self._file: TextIO | None = None
         self._sinks = sinks if active else ()
-        self._bar: tqdm[Any] | None = None
-        self._remaining: RemainingTime | None = None
+        self._total = self._first = 0  # steps, or iterations, and those made before this process
+        self._expected = self._start
         self._num_lines = 0
         #: called with the kind, step and fields of each line; one that returns "stop" ends the run
         self.callbacks: Sequence[Callable[[str, int, dict[str, Any]], object]] = ()
@@ -144,17 +136,15 @@ class RunLog:
             sink.begin(lines, first=step if source is None else 0)
 
     def expect(self, total_steps: int, done: int = 0) -> None:
-        """Show how far the run is: by a bar on a terminal, elsewhere by a line a minute."""
-        if self._file is None or not total_steps or self._is_quiet:
-            return
-        if self._viewer is not None:
+        """Begin ``total_steps``, some of them ``done``: optimizer steps, or iterations in RL."""
+        self._total, self._first, self._expected = total_steps, done, time.monotonic()
+        if self._viewer is not None and self._file is not None and total_steps:
             self._viewer.expect(total_steps, done)
-        elif sys.stderr.isatty():
-            from tqdm import tqdm
 
-            self._bar = tqdm(total=total_steps, initial=done, unit="step", dynamic_ncols=True)
-        else:
-            self._remaining = RemainingTime(total_steps, done)
+    def time_left(self, done: int) -> float:
+        """Seconds to the end after ``done`` steps, at the rate since :meth:`expect`."""
+        rate = (time.monotonic() - self._expected) / max(1, done - self._first)
+        return rate * (self._total - done)
 
     def write(self, kind: str, step: int, fields: Mapping[str, Any]) -> None:
         """Append one line of ``kind`` train, eval or event."""
@@ -206,22 +196,17 @@ class RunLog:
         self.say(f"  {label:<12} {message}")
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one.
+        """Print a line in the width of the terminal; in a pipe a dry run's in 80 columns.
 
         A run whose terminal or reader is gone goes on silently.
         """
         if not self._active or self._is_quiet:
             return
-        if self._file is None:
-            text = wrapped(text)
         if self._viewer is not None:
             self._viewer.say(text)
             return
         try:
-            from tqdm import tqdm
-
-            tqdm.write(harmless(text), file=sys.stdout)
-            sys.stdout.flush()
+            write_text(fitted(text, 80 if self._file is None else None) + "\n")
         except OSError:
             silence(1)
 
@@ -230,22 +215,8 @@ class RunLog:
         if self._viewer is None:
             self.say(text)
 
-    def advance(self) -> None:
-        """One optimizer step, or iteration of step 3, further."""
-        if self._remaining is not None and (line := self._remaining.advance()):
-            self.say(line)
-        if self._bar is None:
-            return
-        try:
-            self._bar.update()
-        except OSError:
-            self._bar = None
-            silence(2)
-
     def close(self) -> None:
-        """Close files and the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        """Close the files."""
         for closable in (*self._sinks, self._file):
             try:
                 if closable is not None:
@@ -287,21 +258,35 @@ def jsonable(value: object) -> Any:
     return value
 
 
-def train_line(step: int, total: int, metrics: Mapping[str, Any]) -> str:
-    """A training step as a terminal line."""
-    seconds = metrics["step_seconds"] or math.nan
+def train_line(
+    step: int, total: int, metrics: Mapping[str, Any], *, left: float, verbose: bool = False
+) -> str:
+    """A training step as a line of 80 columns, or of more if ``verbose``; ``left`` in seconds."""
+    more = [
+        f"grad {metrics['grad_norm']:.3g}",
+        f"{metrics['step_seconds'] or math.nan:.2f} s",
+        f"{metrics['tflops_per_device'] or 0:.3g} TFLOPs",
+        *_mfu(metrics),
+    ]
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
         f"loss {metrics['loss']:.4f}",
-        *([f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []),
+        *([f"acc {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []),
         f"lr {metrics['lora_learning_rate'] or metrics['learning_rate']:.2e}",
-        f"grad {metrics['grad_norm']:.3g}",
-        f"{seconds:.2f} s",
+        *(more if verbose else []),
         f"{metrics['tokens_per_second'] or 0:,.0f} tok/s",
-        f"{metrics['tflops_per_device'] or 0:.3g} TFLOPs",
-        *([f"MFU {metrics['mfu']:.1%}"] if metrics["mfu"] is not None else []),
+        f"{clock(left)} left",
     ]
-    return "  ".join(parts)
+    return _joined(parts, verbose=verbose)
+
+
+def _joined(parts: Sequence[str], *, verbose: bool) -> str:
+    line = "  ".join(parts)
+    return line if verbose or len(line) <= 80 else " ".join(parts)
+
+
+def _mfu(metrics: Mapping[str, Any]) -> list[str]:
+    return [f"MFU {metrics['mfu']:.1%}"] if metrics.get("mfu") is not None else []
 
 
 def _score(value: float | None) -> str:
@@ -337,33 +322,42 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
     return f"eval after step {step}: {accuracy} ({'; '.join(details)}){tasks}"
 
 
-def rlhf_line(iteration: int, total: int, metrics: Mapping[str, Any]) -> str:
-    """An iteration of step 3 as a terminal line."""
-    parts = [
-        f"iteration {iteration:>{len(str(total))}}/{total}",
-        f"reward {metrics['reward']:.3f}",
-        f"kl {metrics['kl']:.3f}",
+def rlhf_line(
+    iteration: int, total: int, metrics: Mapping[str, Any], *, left: float, verbose: bool = False
+) -> str:
+    """An iteration of step 3 as a line of 80 columns, or of more if ``verbose``."""
+    more = [
         f"policy {metrics['policy_loss']:+.4f}",
         *([f"value {metrics['value_loss']:.4f}"] if metrics["value_loss"] is not None else []),
         f"entropy {metrics['entropy']:.3f}",
         f"clip {metrics['clip_fraction']:.1%}",
-        f"length {metrics['response_length']:.1f}",
         f"eos {metrics['eos_rate']:.0%}",
         f"{metrics['step_seconds']:.2f} s",
         f"{metrics['generation_tokens_per_second']:,.0f} tok/s generated",
-        *([f"MFU {metrics['mfu']:.1%}"] if metrics["mfu"] is not None else []),
+        f"{metrics['tflops_per_device'] or 0:.3g} TFLOPs",
+        *_mfu(metrics),
     ]
-    return "  ".join(parts)
+    parts = [
+        f"iteration {iteration:>{len(str(total))}}/{total}",
+        f"reward {metrics['reward']:.3f}",
+        f"kl {metrics['kl']:.3f}",
+        f"length {metrics['response_length']:.0f}",
+        *(more if verbose else []),
+        f"{metrics['tokens_per_second']:,.0f} tok/s",
+        f"{clock(left)} left",
+    ]
+    return _joined(parts, verbose=verbose)
 
 
-def rlhf_eval_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """An evaluation of step 3 as a terminal line."""
+def rlhf_eval_line(iteration: int, step: int, metrics: Mapping[str, Any]) -> str:
+    """An evaluation of step 3, after so many iterations and optimizer steps, as a terminal line."""
     judged = ""
     if "judge" in metrics:
         judged = f"; judge {metrics['judge']:.3f} sampled, {metrics['greedy_judge']:.3f} greedy"
     return (
-        f"eval after step {step}: held-out reward {metrics['reward']:.3f} sampled, "
-        f"{metrics['greedy_reward']:.3f} greedy{judged} ({metrics['samples']} prompts; "
+        f"eval after iteration {iteration:,} ({counted(step, 'step')}): held-out reward "
+        f"{metrics['reward']:.3f} sampled, {metrics['greedy_reward']:.3f} greedy{judged} "
+        f"({counted(metrics['samples'], 'prompt')}; "
         f"kl {metrics['kl']:.3f}, length {metrics['response_length']:.1f}, "
         f"eos {metrics['eos_rate']:.0%})"
     )
@@ -386,5 +380,6 @@ def summary_lines(metrics: Mapping[str, Any]) -> list[str]:
         f"per device: {number('tflops_per_device')} TFLOPs (model), "
         f"{number('hardware_tflops_per_device')} (hardware), "
         f"{number('tflops_deepspeed_chat')} (DeepSpeed-Chat's formula with k = 2r/h), "
-        f"MFU {number('mfu')}, peak memory {number('peak_memory_bytes', 2**30)} GiB",
+        + "".join(f"{each}, " for each in _mfu(metrics))
+        + f"peak memory {number('peak_memory_bytes', 2**30)} GiB",
     ]

@@ -5,9 +5,10 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import sys
 import textwrap
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dschat_lora.config.files import naming
+from dschat_lora.report.texts import as_written
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# Of the time that is left.
-SECONDS_BETWEEN_LINES = 60.0
 # Where the text of a log's line begins, after the name of what it tells.
 _TEXT_COLUMN = 15
+_MOST_INDENT = 32  # of the further lines of a text
 # How messages name it, beside files.
 STDOUT = Path("standard output")
 
@@ -128,9 +129,9 @@ def is_quiet() -> bool:
 
 
 def log_once(text: str) -> None:
-    """Print a line from the first rank alone."""
+    """Print lines from the first rank alone, in the width of the terminal."""
     if os.environ.get("RANK", "0") == "0":
-        write_text(text + "\n")
+        write_text(fitted(text) + "\n")
 
 
 def prints_on_stderr() -> AbstractContextManager[object]:
@@ -164,9 +165,9 @@ class Screen(io.TextIOBase):
         return len(text)
 
 
-def to_json(value: object) -> str:
-    """A value as the JSON that ``--json`` prints; what JSON lacks, such as a path, as text."""
-    return json.dumps(value, indent=1, ensure_ascii=False, default=str)
+def print_json(value: object, *, indent: int | None = 1) -> None:
+    """Print what ``--json`` asks for; what JSON lacks, such as a path, as text."""
+    write_text(json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n")
 
 
 def is_terminal() -> bool:
@@ -186,36 +187,53 @@ def progress(what: str, count: Callable[[], int | None]) -> "tqdm[Any]":
     return tqdm(desc=what, total=total, delay=2, dynamic_ncols=True, disable=not shown)
 
 
+def columns() -> int | None:
+    """Width of the terminal that shows the standard output, at least 80; None if none does."""
+    return max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+
+
+def fitted(text: str, otherwise: int | None = None) -> str:
+    """``text`` in lines as wide as the terminal, elsewhere as ``otherwise``; None: unchanged."""
+    width = columns() or otherwise
+    if width is None:
+        return text
+    lines = text.split("\n")
+    return "\n".join(line if len(line) <= width else wrapped(line, width) for line in lines)
+
+
+def fitted_command(command: str, prompt: str) -> str:
+    """A command after ``prompt``, in lines as wide as the terminal that a shell reads as one."""
+    if (width := columns()) is None or len(prompt + command) <= width:
+        return prompt + command
+    words = (shlex.quote(word).replace(" ", "\0") for word in shlex.split(command))
+    lines = wrapped(prompt + " ".join(words), width - 4).split("\n  ")
+    return " \\\n    ".join(lines).replace("\0", " ")
+
+
 def wrapped(text: str, width: int = 80) -> str:
-    """A line of a log in lines of ``width`` columns, the further ones below its text."""
-    indent = " " * _TEXT_COLUMN if text.startswith(" ") else ""
-    return textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False)
+    """A line of a log in lines of ``width`` columns, the further ones below its text.
+
+    A word, such as a path, is not divided.
+    """
+    label = re.match(r" *\S+(?: \S+)* {2,}| *", text)
+    assert label is not None
+    indent = max(2, len(label[0])) if len(label[0]) <= _MOST_INDENT else 2
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
-class RemainingTime:
-    """How long the rest of a run takes, told once a minute, where no terminal shows a bar."""
-
-    def __init__(self, total_steps: int, done: int) -> None:
-        self._total, self._first, self._done = total_steps, done, done
-        self._start = self._told = time.monotonic()
-
-    def advance(self) -> str | None:
-        """A line, if one is due after one more step that is not the last."""
-        self._done += 1
-        now = time.monotonic()
-        if now - self._told < SECONDS_BETWEEN_LINES or self._done >= self._total:
-            return None
-        self._told = now
-        rate = (now - self._start) / (self._done - self._first)
-        return (
-            f"  time         {_clock(now - self._start)} passed, about "
-            f"{_clock(rate * (self._total - self._done))} left: {self._done:,} of {self._total:,}"
-        )
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+def sample_lines(label: str, prompt: str, answer: str) -> str:
+    """A prompt and an answer to it in lines of a log, as people wrote them but for empty lines."""
+    shown = []
+    for name, text in ((f"  {label}", as_written(prompt)), ("            ->", answer.strip())):
+        lines = filter(str.strip, text.splitlines())
+        shown.append(f"{name:<{_TEXT_COLUMN}}" + f"\n{'':<{_TEXT_COLUMN}}".join(lines))
+    return "\n".join(shown)
 
 
 def note(text: str) -> None:

@@ -36,6 +36,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds, as of "0:03:21"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 def operations(flops: float) -> str:
     """Floating-point operations with their unit."""
     if flops <= 0:

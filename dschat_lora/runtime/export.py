@@ -24,6 +24,7 @@ from dschat_lora.models.fingerprint import weights_fingerprint
 from dschat_lora.models.loading import Tokenizer, end_ids, stop_at, stored_dropouts
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.record import package_versions
+from dschat_lora.report.terminal import fitted_command
 from dschat_lora.runtime.run import OpenRun
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def say_next_steps(run: OpenRun[StageConfig], *, has_pairs: bool = False) -> Non
     if commands:
         run.log.say("next:")
     for command in commands:
-        run.log.say(f"  {command}")
+        run.log.say(fitted_command(command, "  "))
     for each in run.observers:
         run.log.say(each.words)
 

@@ -22,6 +22,7 @@ from dschat_lora.engine import failure_detection
 from dschat_lora.engine.distributed import world_size
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.report.log import RunLog, jsonable
+from dschat_lora.report.terminal import sample_lines
 from dschat_lora.runtime.checkpointer import Checkpointer
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.signals import StopRequested
@@ -401,14 +402,12 @@ class AnswerLog:
 
     def show(self, when: str, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Print and record (prompt, answer) token ids, in the place of those from ``when``."""
-        decode = self.tokenizer.decode
-        texts = [
-            {"when": when, "prompt": decode(prompt), "answer": decode(answer)}
-            for prompt, answer in answers
-        ]
+        decode, texts = self.tokenizer.decode, []
+        for prompt, answer in answers:
+            texts.append({"when": when, "prompt": decode(prompt), "answer": decode(answer)})
+            plain = decode(answer, skip_special_tokens=True)
+            self.run.log.say(sample_lines(when, decode(prompt), plain))
         self.shown = [*(text for text in self.shown if text["when"] != when), *texts]
-        for text in texts:
-            self.run.log.say(f"  {when:<7}{text['prompt']!r} -> {text['answer']!r}")
         self.run.record.update({"answers": self.shown, "token_losses": self.losses})
 
     def state(self) -> dict[str, Any]:

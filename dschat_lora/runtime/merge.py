@@ -21,7 +21,7 @@ from dschat_lora.models.build import AdaptedModel, build_causal_lm, build_reward
 from dschat_lora.models.composite import merged_words
 from dschat_lora.models.loading import Tokenizer, load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.source import find_model
-from dschat_lora.report.terminal import log_once, note, to_json
+from dschat_lora.report.terminal import log_once, note, print_json
 
 PROBE = 256  # tokens on which a merged model is compared
 
@@ -87,7 +87,7 @@ def show_merge(config: MergeConfig) -> None:
     directory, report = merge.directory, merge.report
     if config.json:
         name = next(each for each, dtype in DTYPES.items() if dtype == merge.dtype)
-        log_once(to_json({"directory": str(directory), "dtype": name, **asdict(report)}))
+        print_json({"directory": str(directory), "dtype": name, **asdict(report)})
         return
     log_once(
         f"model written to {directory} in {str(merge.dtype).removeprefix('torch.')}: against the "

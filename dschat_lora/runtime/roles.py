@@ -22,6 +22,7 @@ from dschat_lora.perf.cards import USABLE
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.memory import rows_of
 from dschat_lora.perf.shape import describe
+from dschat_lora.perf.throughput import device_peak
 from dschat_lora.runtime.directory import check_room
 from dschat_lora.runtime.graphs import launches_note
 from dschat_lora.runtime.memory import MemoryPlan, TrainedModel, offloads_inputs, peak_here
@@ -272,10 +273,12 @@ def engine_words(settings: EngineSettings, model: nn.Module) -> str:
     trained = [p for p in model.parameters() if p.requires_grad]
     idle = settings.stage_in_use(settings.native_dtype(trained)) < settings.zero_stage
     count, ranks = world_size(), grid()
+    peak = device_peak(device(), settings.torch_dtype)
     return (
         f"{settings.dtype}, ZeRO {settings.zero_stage}"
         f"{' (one process: nothing to shard)' if idle else ''}, "
         f"{count} process{'es' if count > 1 else ''} on {device().type}"
+        f"{'' if peak is None else f' of {peak:,.0f} TFLOPs'}"
         f"{'' if ranks is None else f', {ranks.tensor_size} to a model'}"
     )
 

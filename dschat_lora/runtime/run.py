@@ -176,7 +176,10 @@ def open_files(
         remedy="start all processes with the same options",
     )
     active = rank() == 0
-    opened = on_rank_zero(lambda: RunLog(directory, active=True, sinks=sinks, earlier=earlier))
+    verbose = bool(flatten(config).get("verbose"))
+    opened = on_rank_zero(
+        lambda: RunLog(directory, active=True, sinks=sinks, earlier=earlier, verbose=verbose)
+    )
     with opened or RunLog(None, active=False) as log:
         record = RunRecord(
             directory or Path(), active=active and directory is not None, earlier=earlier

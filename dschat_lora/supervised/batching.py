@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dschat_lora.config.groups import is_on
 from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import (
@@ -19,7 +20,14 @@ from dschat_lora.data.loader import (
     sample_sources,
     sources_in_metrics,
 )
-from dschat_lora.data.packing import PackedRows, TokenBudget, fill, keep_rows, make_rows
+from dschat_lora.data.packing import (
+    PackedRows,
+    SampleCounts,
+    TokenBudget,
+    fill,
+    keep_rows,
+    make_rows,
+)
 from dschat_lora.data.samples import Samples
 from dschat_lora.engine.build import TrainEngine
 from dschat_lora.engine.distributed import context, local_rank_first, rank, world_size
@@ -27,6 +35,9 @@ from dschat_lora.lora.collectives import ContextGroup
 from dschat_lora.models.architecture_checks import ArchitectureReport, check_architecture
 from dschat_lora.models.backbone import Backbone, BackboneModel
 from dschat_lora.models.causal_lm import LMHeadModel
+from dschat_lora.perf.shape import describe as describe_shape
+from dschat_lora.perf.throughput import Flops, step_flops
+from dschat_lora.report.texts import operations
 from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.setup import resolve_logits
@@ -274,9 +285,26 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
         share = fill(rows, counts.tokens, capacity)
         log.say(f"  packing      {len(rows):,} rows of {capacity} tokens, {share:.1%} full")
     steps = loader.steps_per_epoch
+    flops = epoch_flops(setup, counts).model / max(1, steps)
     log.say(
         f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} {kind}: about "
-        f"{len(counts.tokens) / max(1, steps):,.0f} samples and "
-        f"{counts.tokens.sum() / max(1, steps):,.0f} tokens each"
+        f"{len(counts.tokens) / max(1, steps):,.0f} samples, "
+        f"{counts.tokens.sum() / max(1, steps):,.0f} tokens"
+        f"{f' and {operations(flops)}' if flops else ''} each"
     )
     return loader
+
+
+def epoch_flops(setup: SupervisedSetup, counts: SampleCounts) -> Flops:
+    """FLOPs of an epoch on all devices; 0 of an architecture that is not understood."""
+    try:
+        shape = describe_shape(setup.adapted.model)
+    except ValueError:  # the start-up said why
+        return Flops()
+    return step_flops(
+        shape,
+        num_tokens=float(counts.tokens.sum()),
+        num_attended=float(counts.attended.sum()),
+        num_targets=float(counts.targets.sum()),
+        gradient_checkpointing=is_on(setup.config.model.gradient_checkpointing),
+    )

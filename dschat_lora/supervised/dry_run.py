@@ -1,18 +1,15 @@
 """What a supervised run would do, in the lines of ``--dry_run``."""
 
 from collections.abc import Callable
-from contextlib import suppress
 
-from dschat_lora.config.groups import is_on
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.loader import Collator
 from dschat_lora.engine.distributed import data_world_size, device
-from dschat_lora.perf.shape import describe as describe_shape
-from dschat_lora.perf.throughput import device_peak, measured_peak, step_flops
+from dschat_lora.perf.throughput import device_peak, measured_peak
 from dschat_lora.report.texts import duration, operations
 from dschat_lora.runtime.dry_run import say_options, say_sample
 from dschat_lora.runtime.loop import check_repeats
-from dschat_lora.supervised.batching import BatchLayout, train_loader
+from dschat_lora.supervised.batching import BatchLayout, epoch_flops, train_loader
 from dschat_lora.supervised.loop import make_train_schedule
 from dschat_lora.supervised.setup import SupervisedSetup
 from dschat_lora.supervised.train import size_warnings
@@ -34,16 +31,8 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
         run.log.say(f"  warning      {warning}")
     flops = 0.0
     if (counts := loader.counts) is not None:
-        with suppress(ValueError):  # of an architecture that is not understood
-            epoch = step_flops(
-                describe_shape(setup.adapted.model),
-                num_tokens=float(counts.tokens.sum()),
-                num_attended=float(counts.attended.sum()),
-                num_targets=float(counts.targets.sum()),
-                gradient_checkpointing=is_on(config.model.gradient_checkpointing),
-            )
-            passes = schedule.num_steps / max(1, loader.steps_per_epoch)
-            flops = passes * epoch.hardware / data_world_size()
+        passes = schedule.num_steps / max(1, loader.steps_per_epoch)
+        flops = passes * epoch_flops(setup, counts).hardware / data_world_size()
     if flops:
         here, dtype = device(), setup.settings.torch_dtype
         size, rounds = (4096, 10) if here.type == "cuda" else (1024, 3)

@@ -333,11 +333,12 @@ def fit(
         step, outcome = progress.step, result.outcome
         metrics = step_metrics(result, epoch=step / schedule.iterations_per_epoch) | throughput
         log.write("train", step, metrics)
-        log.advance()
         if outcome.skipped:
             log.write("event", step, {"event": "skipped_step", **asdict(outcome)})
         if step % schedule.logging_steps == 0 or step == schedule.num_steps:
-            log.say_metrics(train_line(step, schedule.num_steps, metrics | meter.window()))
+            shown, left = metrics | meter.window(), log.time_left(step)
+            line = train_line(step, schedule.num_steps, shown, left=left, verbose=log.is_verbose)
+            log.say_metrics(line)
         requests, scales_loss = result.requests if newest else None, outcome.loss_scale > 1
         if loop.after_iteration(requests, skipped=outcome.skipped, scales_loss=scales_loss):
             return

@@ -2,6 +2,7 @@
 
 import gzip
 import inspect
+import io
 import json
 import os
 import pydoc
@@ -10,10 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from traceback import format_exception
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import datasets
 import numpy as np
@@ -43,6 +45,7 @@ from dschat_lora.config.options import command_line, options_in_python
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.engine.rendezvous import LAUNCHED
 from dschat_lora.models.fingerprint import saved_model
+from dschat_lora.report import terminal
 from dschat_lora.rl.options.config import RlhfConfig
 from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
@@ -51,10 +54,16 @@ pytestmark = pytest.mark.stage
 
 
 def by_command(stage, tmp_path, **options):
-    """The run of the command with these options."""
+    """The run of the command with these options, no line of which is wider than the terminal."""
     home = tmp_path / f"{stage}-by-command"
     options = {k: v for k, v in options.items() if k != "quiet"}
-    run_stage(stage, argv=command_line({**options, "output_dir": home}), program=stage)
+    argv = command_line({**options, "output_dir": home})
+    with patch.object(terminal, "columns", lambda: 80), redirect_stdout(io.StringIO()) as shown:
+        run_stage(stage, argv=argv, program=stage)
+    lines = shown.getvalue().splitlines()
+    assert len(lines) > 20
+    wide = [each.rstrip("\\").split() for each in lines if len(each) > 80]
+    assert all(len(words) == 1 for words in wide), wide  # a path
     return dl.load(home)
 
 

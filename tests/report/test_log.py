@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from dschat_lora.report import log as log_module
-from dschat_lora.report.log import RunLog, eval_line, jsonable, summary_lines, train_line
+from dschat_lora.report.log import (
+    RunLog,
+    eval_line,
+    jsonable,
+    summary_lines,
+    train_line,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {
@@ -124,30 +130,44 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
         log.expect(10)
         log.write("train", 1, {"loss": 1.0})
         log.say("hello")
-        log.advance()
     assert (list(tmp_path.iterdir()), sink.told) == ([], [])
     assert capsys.readouterr() == ("", "")
 
 
-def test_lines_for_a_person_go_to_stdout_without_a_bar_in_a_pipe(tmp_path, capsys):
+def test_lines_for_a_person_are_not_wrapped_in_a_pipe(tmp_path, capsys):
+    text = "  note         " + "word " * 30
     with RunLog(tmp_path, active=True) as log:
-        log.expect(10)
-        log.say("hello")
-        log.advance()
-    assert capsys.readouterr() == ("hello\n", "")
+        log.say(text)
+    assert capsys.readouterr() == (text + "\n", "")
 
 
-def test_train_line_shows_what_a_person_watches():
-    assert train_line(3, 120, TRAIN) == (
-        "step   3/120  loss 1.2500  lr 5.00e-04  grad 0.5  2.00 s  1,234 tok/s  0.25 TFLOPs"
+def test_a_steps_line_shows_what_a_person_watches_and_more_if_asked():
+    assert train_line(3, 120, TRAIN, left=234.4) == (
+        "step   3/120  loss 1.2500  lr 5.00e-04  1,234 tok/s  0:03:54 left"
     )
-    assert train_line(3, 120, TRAIN | {"mfu": 0.123}).endswith("MFU 12.3%")
-    assert "lr 1.00e-03" in train_line(1, 1, TRAIN | {"lora_learning_rate": None})
-
-
-def test_train_line_survives_what_is_not_known_yet():
+    assert train_line(3, 120, TRAIN | {"mfu": 0.123}, left=234.4, verbose=True) == (
+        "step   3/120  loss 1.2500  lr 5.00e-04  grad 0.5  2.00 s  0.25 TFLOPs  MFU 12.3%  "
+        "1,234 tok/s  0:03:54 left"
+    )
+    assert "lr 1.00e-03" in train_line(1, 1, TRAIN | {"lora_learning_rate": None}, left=0)
     unknown = {"step_seconds": None, "tokens_per_second": None, "tflops_per_device": None}
-    assert "loss 1.2500" in train_line(1, 1, TRAIN | unknown)
+    assert "nan s  0 TFLOPs" in train_line(1, 1, TRAIN | unknown, left=0, verbose=True)
+
+
+def test_lines_of_long_runs_fit_80_columns():
+    pairs = TRAIN | {"accuracy": 1.0, "tokens_per_second": 123456.0}
+    assert train_line(9876, 10000, pairs, left=86400) == (
+        "step  9876/10000 loss 1.2500 acc 100.0% lr 5.00e-04 123,456 tok/s 24:00:00 left"
+    )
+
+
+def test_time_left_is_by_the_steps_of_this_process(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
+    with RunLog(tmp_path, active=True) as log:
+        log.expect(1000, 100)
+        now[0] += 60.0
+        assert log.time_left(120) == 2640.0  # 20 steps in 60 s, 880 more
 
 
 def test_eval_line_shows_perplexity_and_what_it_is_over():

@@ -1,3 +1,8 @@
+import shlex
+import sys
+
+import pytest
+
 from dschat_lora.report import terminal
 from dschat_lora.report.terminal import table
 
@@ -11,20 +16,7 @@ def test_first_column_is_left_and_numbers_are_right():
     ]
 
 
-# ---------------------------------------------------------------------------- time left, width
-
-
-def test_time_left_is_told_at_most_once_a_minute_and_not_at_the_end(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
-    remaining, told = terminal.RemainingTime(1000, 100), []
-    for step in range(101, 1001):
-        now[0] += 3.0
-        told.append((step, remaining.advance()))
-    lines = [(step, line) for step, line in told if line]
-    assert [step for step, _ in lines] == [*range(120, 1000, 20)]
-    # 20 steps in 60 s: 880 more take 44 minutes
-    assert lines[0][1] == "  time         0:01:00 passed, about 0:44:00 left: 120 of 1,000"
+# ---------------------------------------------------------------------------- width
 
 
 def test_long_line_goes_on_below_its_text():
@@ -33,4 +25,32 @@ def test_long_line_goes_on_below_its_text():
     assert len(first) <= 80
     assert all(each.startswith(" " * 15 + "word") and len(each) <= 80 for each in more)
     assert " ".join([first, *more]).split() == line.split()
-    assert terminal.wrapped("dry run: nothing") == "dry run: nothing"
+    path = "/" + "x" * 90
+    assert terminal.wrapped(f"output: {path} (temporary)") == f"output:\n  {path}\n  (temporary)"
+
+
+@pytest.mark.parametrize(("size", "width"), [("200", 200), ("40", 80)])
+def test_text_and_commands_are_as_wide_as_the_terminal(monkeypatch, size, width):
+    words = " ".join(["word"] * 50)
+    command = shlex.join(["dschat-lora", "sft", "--columns", '{"a": "b c"}', *["--seed", "1"] * 25])
+    assert terminal.fitted(words) == words
+    assert terminal.fitted_command(command, "$ ") == f"$ {command}"
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = terminal.fitted(words).splitlines()
+    typed = terminal.fitted_command(command, "$ ").splitlines()
+    for shown in (lines, typed):
+        assert width - 12 < max(map(len, shown)) <= width
+    assert " ".join(lines).split() == words.split()
+    assert all(line.endswith(" \\") for line in typed[:-1])
+    assert shlex.split("\n".join(typed).replace("\\\n", ""))[1:] == shlex.split(command)
+
+
+def test_a_prompt_and_its_answer_are_shown_as_they_were_written():
+    prompt, answer = "\n\nHuman: Hi,\n\nyou.\n\nAssistant:", " def f():\n    pass\n"
+    assert terminal.sample_lines("before", prompt, answer).splitlines() == [
+        "  before       Hi,",
+        "               you.",
+        "            -> def f():",
+        "                   pass",
+    ]

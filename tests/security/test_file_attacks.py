@@ -1256,8 +1256,8 @@ def test_control_characters_of_answers_do_not_reach_the_terminal(capsys, monkeyp
 
 
 def test_the_json_that_is_printed_can_be_read_with_its_control_characters(capsys):
-    from dschat_lora.report.terminal import log_once, to_json
+    from dschat_lora.report.terminal import print_json
 
     text = "\x1b[2J\x07\x9b31m\x7f\u00e9"
-    log_once(to_json({"a": text}))
+    print_json({"a": text})
     assert json.loads(seen(capsys)) == {"a": text}

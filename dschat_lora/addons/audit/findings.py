@@ -1,6 +1,5 @@
 """The audit of data by itself: counts, lengths and samples of what a stage would learn."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -19,7 +18,7 @@ from dschat_lora.data.media import media_of, media_reader
 from dschat_lora.data.prepare import ShownSample, prepare, preview
 from dschat_lora.models.loading import Tokenizer, load_tokenizer
 from dschat_lora.models.source import find_model
-from dschat_lora.report.terminal import is_terminal, log_once
+from dschat_lora.report.terminal import is_terminal, log_once, print_json
 from dschat_lora.report.texts import sample_text, visible
 
 
@@ -149,7 +148,7 @@ def show_audit(config: AuditConfig) -> bool:
     """Show the audit; returns whether a run would take the data."""
     findings = audit_data(config)
     if config.json:
-        log_once(json.dumps(findings.to_dict(), ensure_ascii=False))
+        print_json(findings.to_dict(), indent=None)
     else:
         for line in findings.lines(colour=is_terminal()):
             log_once(line)

@@ -15,7 +15,7 @@ from dschat_lora.config.options import command_line
 from dschat_lora.config.parser import Parser
 from dschat_lora.config.staging import check_within, write_whole
 from dschat_lora.report.directory import leftovers
-from dschat_lora.report.terminal import log_once, table
+from dschat_lora.report.terminal import fitted_command, log_once, table
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.stage_main import fail
 
@@ -71,7 +71,8 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
     seconds = {}
     for name, options in stage_options(homes).items():
         start, options = time.monotonic(), options | {"seed": seed}
-        log_once(f"$ {shlex.join(['dschat-lora', name, *command_line(options)])}")
+        command = shlex.join(["dschat-lora", name, *command_line(options)])
+        log_once(fitted_command(command, "$ "))
         getattr(stages, name)(**options)
         seconds[name] = time.monotonic() - start
     log_once("scoring answers to test prompts by the rule, and the reward model on test pairs ...")

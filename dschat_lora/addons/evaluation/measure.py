@@ -17,7 +17,7 @@ from dschat_lora.data.samples import SequenceSample
 from dschat_lora.data.tokenize import TokenRule, tokenize
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 from dschat_lora.report.log import jsonable
-from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.report.terminal import log_once, print_json
 from dschat_lora.supervised.generate import (
     AnswerGenerator,
     prompt_ids,
@@ -75,7 +75,7 @@ def evaluate_model(config: EvalConfig, *, scores: bool) -> dict[str, float]:
 def show_measures(measures: Mapping[str, float], *, as_json: bool) -> None:
     """Print the measures."""
     if as_json:
-        log_once(to_json(jsonable(measures)))
+        print_json(jsonable(measures))
         return
     # Names of tasks have a space and stay as they are.
     named = {n if " " in n else n.replace("_", " "): value for n, value in measures.items()}

@@ -27,6 +27,7 @@ from dschat_lora.engine.distributed import (
     world_size,
 )
 from dschat_lora.report.directory import read_object
+from dschat_lora.report.texts import clock
 from dschat_lora.runtime.checkpointer import end_by_signal, how_to_go_on, state_to_keep, take_over
 from dschat_lora.runtime.run import OpenRun
 from dschat_lora.runtime.signals import name_of
@@ -92,12 +93,11 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
     def on_step_end(
         self, settings: object, state: TrainerState, control: TrainerControl, **more: object
     ) -> None:
-        """Move the progress bar, and have the state saved where the run is told to stop.
+        """Have the state saved where the run is told to stop.
 
         After the last step of an epoch it is saved in :meth:`on_epoch_end`, behind an evaluation.
         """
         failure_detection.after_a_step()
-        self._log.advance()
         if (state.epoch or 0.0).is_integer():
             self._is_owed, control.should_save = control.should_save, False
             return
@@ -163,8 +163,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         self._log.write("train", step, fields)
         self._log.say(
             f"step {step:>{len(str(total))}}/{total}  loss {fields['loss']:.4f}  "
-            f"lr {fields['learning_rate']:.2e}  grad {fields['grad_norm'] or 0:.3g}  "
-            f"{fields['step_seconds']:.2f} s"
+            f"lr {fields['learning_rate']:.2e}  {fields['samples_per_second']:,.0f} samples/s  "
+            f"{clock(self._log.time_left(step))} left"
         )
         if not math.isfinite(logs["loss"]):
             raise ValueError(

@@ -20,7 +20,7 @@ from dschat_lora.checkpoint.manifest import read_manifest, safetensors_header, t
 from dschat_lora.config.options import option
 from dschat_lora.data.media import media_reader
 from dschat_lora.report.directory import read_object
-from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.report.terminal import log_once, print_json
 from dschat_lora.runtime.checks import architecture_names
 
 _PARTS = ("adapter", "model", "actor", "critic", "actor_ema")
@@ -58,7 +58,7 @@ def inspect_directory(config: InspectConfig) -> bool:
     facts = describe(path)
     damage = facts.pop("damage", None)
     if config.json:
-        log_once(to_json({**facts, "damage": damage}))
+        print_json({**facts, "damage": damage})
     else:
         for name, value in facts.items():
             if isinstance(value, dict):

@@ -20,7 +20,7 @@ from dschat_lora.commands.stages import STAGES, restated
 from dschat_lora.config.options import build_config, command_line, value_text
 from dschat_lora.config.staging import alone, check_within, write_whole
 from dschat_lora.report.directory import leftovers, read_object
-from dschat_lora.report.terminal import error_message, log_once, table
+from dschat_lora.report.terminal import error_message, fitted_command, log_once, table
 from dschat_lora.report.texts import duration, short
 from dschat_lora.runtime.stage_main import fail
 
@@ -103,7 +103,7 @@ def run_pipeline(
         if dry_run:
             for stage, how in steps.items():
                 if how != "skip":
-                    log_once(f"$ {_typed(recipe, stage, how)}")
+                    log_once(fitted_command(_typed(recipe, stage, how), "$ "))
             log_once("dry run: nothing was started or written")
             return
         with alone(recipe.directory, "pipeline"), relay.listening():
@@ -127,7 +127,7 @@ def _run_stages(recipe: Recipe, steps: Mapping[str, How], relay: Relay, *, again
             record.finish(stage)
             continue
         record.update(stage, options=dict(recipe.stages[stage]), status="running")
-        log_once(f"\n$ {_typed(recipe, stage, how)}")
+        log_once("\n" + fitted_command(_typed(recipe, stage, how), "$ "))
         argv = command_line(_options(recipe, stage, how))
         code = relay.run(launch_command(stage, recipe.launcher, argv, program=launcher_command()))
         status = str(read_object(recipe.directory / stage / "run.json").get("status"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dschat_lora.config import bundled
 from dschat_lora.config.parser import Parser
-from dschat_lora.report.terminal import log_once, to_json
+from dschat_lora.report.terminal import log_once, print_json
 from dschat_lora.runtime.stage_main import late
 
 
@@ -56,7 +56,7 @@ def recipes(argv: list[str]) -> None:
     )
     paths = bundled.recipes()
     if parser.values(argv, ["json"])["json"]:
-        log_once(to_json([_facts(name, path) for name, path in paths.items()]))
+        print_json([_facts(name, path) for name, path in paths.items()])
         return
     width = max(map(len, paths))
     for name, path in paths.items():

@@ -28,7 +28,7 @@ from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.children import variables_of_no_launch
 from dschat_lora.models.attention import has_varlen
 from dschat_lora.models.blocks import compiler_for
-from dschat_lora.report.terminal import log_once, to_json, wrapped
+from dschat_lora.report.terminal import log_once, print_json, wrapped
 from dschat_lora.runtime.checks import cache_directory
 
 GIB = 2**30
@@ -76,7 +76,7 @@ def diagnose(*, as_json: bool, trains: bool) -> bool:
     errors = sum(each.state == "error" for each in findings)
     if as_json:
         can_train = {"can_train": errors == 0}
-        log_once(to_json(can_train | {"findings": [asdict(each) for each in findings]}))
+        print_json(can_train | {"findings": [asdict(each) for each in findings]})
     elif errors:
         log_once(f"a run cannot train here: {errors} of these marked X")
     else:

@@ -13,7 +13,7 @@ from dschat_lora.models.option_checks import check_divides
 from dschat_lora.models.source import find_model
 from dschat_lora.perf.coverage import coverage
 from dschat_lora.perf.shape import describe
-from dschat_lora.report.terminal import log_once, to_json, wrapped
+from dschat_lora.report.terminal import log_once, print_json, wrapped
 from dschat_lora.runtime.roles import OneRole
 
 # What each stage needs beside the model, to check whether it would start.
@@ -37,7 +37,10 @@ def show_model(config: ModelsConfig) -> bool:
     name = config.model_name_or_path
     assert name is not None
     facts = model_facts(name, read_families())
-    log_once(to_json(facts) if config.json else "\n".join(_lines(facts)))
+    if config.json:
+        print_json(facts)
+    else:
+        log_once("\n".join(_lines(facts)))
     return not facts["refused"]
 
 

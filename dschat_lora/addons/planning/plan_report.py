@@ -28,7 +28,7 @@ from dschat_lora.addons.planning.published import published_name
 from dschat_lora.config.options import flatten
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.perf.launches import EFFICIENCY
-from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+from dschat_lora.report.terminal import log_once, print_json, table, wrapped
 from dschat_lora.report.texts import duration, operations
 from dschat_lora.rl.learn.roles import Roles
 from dschat_lora.rl.loop.memory import rollout_words
@@ -59,13 +59,13 @@ def show_plans(
         else:
             assert options is not None
             plans = [plan_stage(what, options, home, card=card, processes=count)]
-        if as_json:
-            facts = [to_dict(each) for each in plans]
-            text = to_json(facts if recipe else facts[0])
-        else:
-            text = "\n\n".join("\n".join(lines(each)) for each in plans)
+        facts = [to_dict(each) for each in plans] if as_json else []
+        text = "" if as_json else "\n\n".join("\n".join(lines(each)) for each in plans)
         fits = all(each.command for each in plans)
-    log_once(text)
+    if as_json:
+        print_json(facts if recipe else facts[0])
+    else:
+        log_once(text)
     return fits
 
 

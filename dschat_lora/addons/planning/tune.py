@@ -44,7 +44,7 @@ from dschat_lora.lora.rates import octaves_above, ruled_rates
 from dschat_lora.models.loading import load_config
 from dschat_lora.models.source import find_model
 from dschat_lora.report.directory import check_idle, leftovers
-from dschat_lora.report.terminal import log_once, table
+from dschat_lora.report.terminal import fitted_command, log_once, table
 from dschat_lora.report.texts import short
 from dschat_lora.rl.options.config import RlhfConfig
 from dschat_lora.runtime.directory import RunDirectory
@@ -468,7 +468,7 @@ def show_trials(
     if options.get("max_steps"):
         options["max_steps"] = search.of_run(best.params)["max_steps"]
     command = shlex.join(typed_command(search.stage, launcher, options))
-    log_once(f"next:\n  {command}")
+    log_once(f"next:\n{fitted_command(command, '  ')}")
     return {
         "path": home,
         "best": dict(best.params),

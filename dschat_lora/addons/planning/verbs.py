@@ -22,7 +22,7 @@ from dschat_lora.config.options import (
 )
 from dschat_lora.config.parser import OTHER, Parser
 from dschat_lora.config.verbs import parsed_config
-from dschat_lora.report.terminal import log_once, table, to_json, wrapped
+from dschat_lora.report.terminal import log_once, print_json, table, wrapped
 from dschat_lora.runtime.checks import require_packages
 from dschat_lora.runtime.stage_main import late
 
@@ -164,7 +164,7 @@ def _show_families(*, as_json: bool) -> None:
     """Print the table of types, the reasons of what is missing, and what the columns say."""
     families = read_families()
     if as_json:
-        log_once(to_json(asdict(families)))
+        print_json(asdict(families))
         return
     log_once(f"types of models with transformers {families.transformers}, found by trying each\n")
     for line in table(["type", *map(short, COLUMNS)], families.rows()):

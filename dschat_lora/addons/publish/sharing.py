@@ -17,7 +17,7 @@ from dschat_lora.checkpoint.adapter_config import (
 )
 from dschat_lora.checkpoint.history import is_checkpoint
 from dschat_lora.config.staging import check_within, staged_file
-from dschat_lora.report.terminal import log_once, note, to_json
+from dschat_lora.report.terminal import fitted_command, log_once, note, print_json
 
 REPOSITORY = "https://github.com/ggml-org/llama.cpp"
 
@@ -77,7 +77,7 @@ def push_directory(config: PushConfig) -> None:
         last = f"uploaded: {url}"
         plan |= {"uploaded": True, "url": url}
     if config.json:
-        log_once(to_json(plan))
+        print_json(plan)
         return
     log_once(f"{plan['directory']} to {config.repo}:")
     for name, size in plan["files"].items():
@@ -139,13 +139,13 @@ def export_gguf(config: ExportConfig, run: Callable[[Sequence[str]], int]) -> bo
                 raise ValueError(f"{converter} ended with exit code {code} and wrote no file")
     written = converter is not None
     if config.json:
-        log_once(to_json({"written": str(output) if written else None, "commands": commands}))
+        print_json({"written": str(output) if written else None, "commands": commands})
     elif written:
         log_once(f"written: {output}")
     else:
         note("nothing was converted: llama.cpp's converter is not here; these commands do it")
         for line in commands:
-            log_once(line)
+            log_once(fitted_command(line, ""))
     return written
 
 

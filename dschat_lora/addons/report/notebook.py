@@ -6,7 +6,7 @@ It has the colours that the notebook has.
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from dschat_lora.addons.report.verdict import (
     what_was_trained,
 )
 from dschat_lora.report.terminal import shown_by
-from dschat_lora.report.texts import as_written, duration, short
+from dschat_lora.report.texts import as_written, counted, duration, short
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
@@ -85,6 +85,7 @@ class NotebookView:
         self._total = self._done = self._first = 0
         self._train: dict[str, Any] = {}
         self._evals: list[dict[str, Any]] = []
+        self._iterations: dict[float, float] = {}
         self._curve: Points = []
         self._lines: list[str] = []
         self._notes: list[str] = []
@@ -111,6 +112,7 @@ class NotebookView:
         if kind == "train":
             self._done += self._total > 0
             self._train = dict(metrics)
+            self._iterations |= iterations_of([metrics])
             self._curve += point(metrics)
         elif kind == "eval":
             # The first and the last one are shown.
@@ -140,7 +142,11 @@ class NotebookView:
         """How far the run is, in words."""
         if not self._total:
             return self._status
-        steps = f"step {self._done:,} of {self._total:,}"
+        steps = f"{self._done:,} of {self._total:,}"
+        if self._iterations:
+            steps = f"iteration {steps}, {counted(int(max(self._iterations)), 'step')}"
+        elif self._train:
+            steps = f"step {steps}"
         seconds, made = time.monotonic() - self._start, self._done - self._first
         if self._status:
             return f"{self._status}, {steps}, {duration(seconds)}"
@@ -160,7 +166,7 @@ class NotebookView:
             words="" if self._status else words,
             items=self._notes,
             curve=curve(self._curve),
-            evaluations=eval_table(self._evals),
+            evaluations=eval_table(self._evals, self._iterations),
             folded=self._lines,
         )
 
@@ -178,13 +184,27 @@ def render(
     return template.render(path=path, total=total, answers=answers, folded=folded, **of)
 
 
-def eval_table(evals: Sequence[Mapping[str, Any]]) -> tuple[Texts, Table]:
+def iterations_of(train: Iterable[Mapping[str, Any]]) -> dict[float, float]:
+    """Iterations of RL by the optimizer steps made at their end; empty of other stages."""
+    pairs = ((number(line.get("step")), number(line.get("iteration"))) for line in train)
+    return {step: iteration for step, iteration in pairs if math.isfinite(step + iteration)}
+
+
+def eval_table(
+    evals: Sequence[Mapping[str, Any]], iterations: Mapping[float, float]
+) -> tuple[Texts, Table]:
     """Header and rows of the first and the last evaluation, with what they measured."""
+
+    def when(step: float) -> str:
+        if not iterations:
+            return f"after step {short(step)}"
+        return f"after iteration {short(iterations.get(step, 0))}, step {short(step)}"
+
     names = [n for n in _EVAL_METRICS if any(not math.isnan(number(e.get(n))) for e in evals)]
     shown = [evals[0], evals[-1]] if len(evals) > 1 else evals
     rows = [
-        [f"after step {short(number(e.get('step')))}", *(short(number(e.get(n))) for n in names)]
-        for e in shown
+        [when(number(each.get("step"))), *(short(number(each.get(n))) for n in names)]
+        for each in shown
     ]
     return ["held-out", *(name.replace("_", " ") for name in names)], rows if names else []
 
@@ -254,6 +274,7 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
         [prompt, each.get("before", ""), each.get("after", "")]
         for prompt, each in [*answers.items()][:_MOST_SAMPLES]
     ]
+    iterations = iterations_of(run.train)
     changes = [change.row for change in changes_of(run)]
     return render(
         title=title_of(run.name),
@@ -262,6 +283,6 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
         words=what_was_trained(run) if run.facts else "",
         items=[f"Warning: {words}" for words, _ in doubts(run)],
         curve=curve([p for line in run.train for p in point(line)]),
-        evaluations=(CHANGE_HEADER, changes) if changes else eval_table(run.evals),
+        evaluations=(CHANGE_HEADER, changes) if changes else eval_table(run.evals, iterations),
         answers=rows,
     )

@@ -1,6 +1,5 @@
 """The best, worst and most changed responses of step 3, read from ``rollouts.jsonl.gz``."""
 
-import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from dschat_lora.config.files import parse_json, read_bytes
 from dschat_lora.report.rollout_file import FILE, members
-from dschat_lora.report.terminal import log_once
+from dschat_lora.report.terminal import log_once, print_json
 from dschat_lora.report.texts import as_written, counted, visible
 
 Rollout = Mapping[str, Any]
@@ -82,7 +81,7 @@ def show_rollouts(directory: Path, query: RolloutQuery, *, json: bool) -> None:
     rows = read_rollouts(directory)
     selected = select_rollouts(rows, query)
     if json:
-        log_once(json_text.dumps({**_summary(rows), **selected}, ensure_ascii=False))
+        print_json({**_summary(rows), **selected}, indent=None)
         return
     lines = [summary_text(rows)]
     for name, chosen in selected.items():

@@ -35,12 +35,13 @@ class RlhfEvaluator:
     generator: Generator
     parts: Parts
     state_of_run: Callable[[], TrainerState]
+    iteration: Callable[[], int]
 
     def __post_init__(self) -> None:
         run, held_out = self.setup.run, self.setup.data.prompts.eval
         count = min(self.setup.config.eval_prompts, len(held_out))
         self._prompts = [held_out[n] for n in range(count)]
-        self.results = EvalResults(run, rlhf_eval_line)
+        self.results = EvalResults(run, lambda *of: rlhf_eval_line(self.iteration(), *of))
         self._shown = AnswerLog(run, self.setup.tokenizer)
 
     def __call__(self, step: int) -> None:

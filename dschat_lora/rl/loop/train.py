@@ -1,5 +1,6 @@
 """Step 3 from a checked config to the saved result: setup, iterations, evaluations, export."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,9 +11,15 @@ import torch
 
 from dschat_lora.config.addons import groups_of
 from dschat_lora.data.sources import StreamError
-from dschat_lora.engine.distributed import data_world_size, sum_over_processes
+from dschat_lora.engine.distributed import (
+    data_world_size,
+    device,
+    sum_over_processes,
+    world_size,
+)
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
+from dschat_lora.perf.throughput import device_peak, peak_memory_bytes
 from dschat_lora.report.texts import counted
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.draw.generator import BrokenWeightsError
@@ -63,7 +70,9 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
     _announce(config, schedule, run.log.say)
-    evaluator = RlhfEvaluator(setup, engines, generator, trainer.parts, trainer.state)
+    evaluator = RlhfEvaluator(
+        setup, engines, generator, trainer.parts, trainer.state, lambda: progress.iteration
+    )
     checkpointer = _make_checkpointer(trainer, evaluator)
     checkpointer.restore(num_steps=schedule.num_steps)
     progress.begin_at(config.ppo)
@@ -223,6 +232,14 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
             f"{counted(progress.iteration, 'iteration')}, {counted(progress.step, 'step')}, "
             f"{counted(progress.responses, 'response')}; {shares}; "
             f"{progress.kl_spent:.3g} nats per response from the reference"
+        )
+        tflops = sum(progress.flops.values()) / total / world_size() / 1e12
+        peak = device_peak(device(), setup.models.settings["actor"].torch_dtype)
+        mfu = "" if peak is None else f", MFU {tflops / peak:.1%}"
+        memory = peak_memory_bytes(device()) / 2**30
+        run.log.say(
+            f"per device: {tflops or math.nan:.3g} TFLOPs (model){mfu}, "
+            f"peak memory {memory:.3g} GiB"
         )
     trainer.engines.eval()
     assert run.directory is not None, "a dry run has no end"

@@ -11,6 +11,7 @@ from dschat_lora.algos.advantages import RunningMoments
 from dschat_lora.engine.distributed import device
 from dschat_lora.engine.results import reads_late
 from dschat_lora.report.log import rlhf_line
+from dschat_lora.report.terminal import sample_lines
 from dschat_lora.rl.learn.engines import Engines, Retry, make_experience, with_reward_model
 from dschat_lora.rl.learn.experience import Experience, Steps, advantages_and_returns, plan_steps
 from dschat_lora.rl.learn.update import StepResult, Updater
@@ -204,16 +205,16 @@ class RlhfTrainer:
         iteration, total = self.progress.iteration, self.schedule.num_iterations
         check_sampler(metrics, self.setup.models.settings["actor"].dtype, config.batch)
         log.write("train", self.progress.step, metrics)
-        log.advance()
         if iteration % config.run.logging_steps == 0 or iteration == total:
-            log.say_metrics(rlhf_line(iteration, total, metrics))
+            left = log.time_left(iteration)
+            line = rlhf_line(iteration, total, metrics, left=left, verbose=log.is_verbose)
+            log.say_metrics(line)
         for message in self.parts.warnings("after_log", metrics):
             log.report_event(self.progress.step, "warning", message)
         interval = 1 if config.classic.print_answers else config.classic.print_answers_interval
         if interval and (iteration - 1) % interval == 0:
             response, decode = experience.responses[0], self.setup.tokenizer.decode
-            log.say(
-                f"  sample       {decode(response.prompt)!r} -> {decode(response.tokens)!r} "
-                f"(score {float(experience.scores[0]):.3g})"
-            )
+            answer = decode(response.tokens, skip_special_tokens=True)
+            answer += f" (score {float(experience.scores[0]):.3g})"
+            log.say(sample_lines("sample", decode(response.prompt), answer))
         self.parts.check()

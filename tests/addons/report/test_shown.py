@@ -117,8 +117,20 @@ def test_a_curve_leaves_out_what_is_not_finite_and_has_numbers_on_its_axes():
 def test_evaluations_are_the_first_and_the_last():
     evals = [{"step": step, "perplexity": 9.0 - step} for step in (0, 2, 4)]
     rows = [["after step 0", "9"], ["after step 4", "5"]]
-    assert eval_table(evals) == (["held-out", "perplexity"], rows)
-    assert eval_table([])[1] == []
+    assert eval_table(evals, {}) == (["held-out", "perplexity"], rows)
+    assert eval_table([], {})[1] == []
+
+
+def test_iterations_and_optimizer_steps_are_told_apart(shown):
+    view = NotebookView("rlhf")
+    view.expect(6, 0)
+    view.add("eval", {"step": 0, "reward": 0.25})
+    view.add("train", {"step": 4, "iteration": 1, "reward": 0.5})
+    view.add("train", {"step": 8, "iteration": 2, "reward": 0.5})
+    view.add("eval", {"step": 8, "reward": 0.75})
+    assert "iteration 2 of 6, 8 steps" in shown[-1]
+    assert "after iteration 0, step 0" in shown[-1]
+    assert "after iteration 2, step 8" in shown[-1]
 
 
 def test_no_view_outside_of_a_notebook():
