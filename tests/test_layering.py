@@ -42,7 +42,7 @@ FLOORS = [
         "config": Room(
             libraries="yaml",
             light="addon_names addons bundled classic data files groups held options other_names"
-            " parser prompts roles staging stages values verb_names verbs when",
+            " parser plurals prompts roles staging stages values verb_names verbs when",
         ),
     },
     {

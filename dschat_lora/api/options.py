@@ -16,6 +16,7 @@ from dschat_lora.config.groups import ModelConfig
 from dschat_lora.config.held import held
 from dschat_lora.config.options import option_fields, options_that_run
 from dschat_lora.config.parser import by_section, everyday_options
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.values import is_switch, number_words, value_shape
 from dschat_lora.rl.options.algorithms import ALGORITHMS
 from dschat_lora.rl.options.engines import known_engines
@@ -302,7 +303,8 @@ def reward_options(
     count = sum(counts)
     if numbers is not None and len(numbers) not in (count, count + (critic is not None)):
         raise ValueError(
-            f"--reward_weights has {len(numbers)} weights for {count} rewards; give one for each"
+            f"--reward_weights has {counted(len(numbers), 'weight')} "
+            f"for {counted(count, 'reward')}; give one for each"
         )
     left, path = [*(numbers or ())], model_value(critic, "critic")
     functions, scales, own = list[str](), list[float](), list[float]()

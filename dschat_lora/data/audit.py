@@ -6,6 +6,7 @@ from typing import Any
 
 from dschat_lora.config.addons import provided
 from dschat_lora.config.data import DataConfig
+from dschat_lora.config.plurals import counted
 from dschat_lora.data.collect import Collected
 from dschat_lora.data.rows import HEAD_ROWS, DataKind
 from dschat_lora.data.token_files import Tally, quantile
@@ -188,23 +189,24 @@ class DataAudit:
         head = f"of the first {HEAD_ROWS:,} of each source: " if of_head else ""
         table = {
             "rows": f"{head}{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
-            "repeated": f"{self.duplicate_rows:,} duplicates; {self.overlap_rows:,} of train in "
+            "repeated": f"{counted(self.duplicate_rows, 'duplicate')}; "
+            f"{self.overlap_rows:,} of train in "
             f"eval, {fate}",
-            "train": f"{self.train_rows:,} rows, {self.train_samples:,} samples, "
-            f"{self.tokens:,} tokens",
-            "eval": f"{self.eval_rows:,} rows, {self.eval_samples:,} samples",
+            "train": f"{counted(self.train_rows, 'row')}, {counted(self.train_samples, 'sample')}, "
+            f"{counted(self.tokens, 'token')}",
+            "eval": f"{counted(self.eval_rows, 'row')}, {counted(self.eval_samples, 'sample')}",
             "length": f"{quantiles} tokens",
             "too long": f"{self.dropped_rows:,} dropped, {part}{self.truncated_rows:,} truncated "
             f"{pieces}({too_long:.1%} of the rows); eval {eval_part}{self.eval_dropped_rows:,} "
             "dropped",
-            "supervised": f"{self.supervised_tokens:,} tokens ({supervised:.1%})",
-            "ends in EOS": f"{self.eos_samples:,} samples ({self.eos_share:.1%})",
+            "supervised": f"{counted(self.supervised_tokens, 'token')} ({supervised:.1%})",
+            "ends in EOS": f"{counted(self.eos_samples, 'sample')} ({self.eos_share:.1%})",
         }
         if self.kind == "prompts":
             del table["supervised"], table["ends in EOS"]
         if self.identical_rows or self.eval_identical_rows:
             table["identical"] = (
-                f"{self.identical_rows:,} pairs of equal answers left out; eval "
+                f"{counted(self.identical_rows, 'pair')} of equal answers left out; eval "
                 f"{self.eval_identical_rows:,}"
             )
         if self.media:
@@ -212,7 +214,7 @@ class DataAudit:
         if conversations := self._conversations():
             table["answers"] = conversations
         if self.left_out:
-            words = [f"{what} ({rows:,} rows)" for what, rows in self.left_out.items()]
+            words = [f"{what} ({counted(rows, 'row')})" for what, rows in self.left_out.items()]
             table["left out"] = "; ".join(words)
         if self.empty_thoughts:
             table["thoughts"] = (
@@ -227,10 +229,11 @@ class DataAudit:
         """How answers are told from what they answer, unless turn by turn alone."""
         rows, several = self.chat_rows, self.answer_samples
         marks, answers = rows.get("marks", 0), rows.get("answers", 0)
-        words = [f"{marks:,} rows by the chat template's generation marks"] * (marks > 0)
+        words = [f"{counted(marks, 'row')} by the chat template's generation marks"] * (marks > 0)
         if several > answers:
             words.append(
-                f"{answers:,} rows are {several:,} samples, one for each answer: the chat template "
+                f"{counted(answers, 'row')} with {counted(several, 'sample')}, "
+                "one for each answer: the chat template "
                 "renders earlier turns differently once later ones follow"
             )
         return "; ".join(words)
@@ -247,7 +250,7 @@ def make_audit(
     }
     count, with_some, tokens = counts.values()
     share = tokens / max(1, train.tokens)
-    words = f"{count:,} in {with_some:,} rows, {tokens:,} tokens ({share:.1%})"
+    words = f"{count:,} in {counted(with_some, 'row')}, {counted(tokens, 'token')} ({share:.1%})"
     return DataAudit(
         rows_by_type=dict(rows.counts.by_type),
         bad_rows=rows.counts.bad,

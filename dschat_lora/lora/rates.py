@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, OptimConfig, ScheduleConfig
+from dschat_lora.config.plurals import counted
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.names import is_inside, is_of_expert
@@ -74,7 +75,7 @@ def length_warning(config: ScheduleConfig, num_steps: int) -> str | None:
     if not 0 < num_steps <= warmup or config.lr_scheduler_type == "constant":
         return None
     return (
-        f"the run has {num_steps} optimizer steps and --num_warmup_steps {warmup}: the "
+        f"the run has {counted(num_steps, 'optimizer step')} and --num_warmup_steps {warmup}: the "
         f"rate never reaches its peak; warm up for {num_steps // 10} steps, or train longer"
     )
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from dschat_lora.config.files import named, naming
+from dschat_lora.config.plurals import counted
 from dschat_lora.report.directory import open_alone
 from dschat_lora.report.terminal import current_viewer, fitted, is_quiet, silence, write_text
-from dschat_lora.report.texts import clock, counted
+from dschat_lora.report.texts import clock
 
 
 class Sink(Protocol):

@@ -23,11 +23,6 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def counted(count: int, noun: str) -> str:
-    """The number and its noun, such as "1 step" and "2 steps"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
 def duration(seconds: float) -> str:
     """Seconds, minutes or hours with their unit."""
     if seconds < 60:

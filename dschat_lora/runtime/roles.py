@@ -8,6 +8,7 @@ from torch import nn
 
 from dschat_lora.config.groups import ModelConfig, is_on
 from dschat_lora.config.options import with_values
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.roles import MODEL, Role
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.engine.build import EngineSettings
@@ -224,7 +225,7 @@ def describe_roles(
         words = f"{total:,} in memory for {' + '.join(roles.models)}; trained: {trained}"
     else:
         words = f"{total:,}, of which {trainable:,} train ({trainable / total:.2%})"
-        words += f"; {len(layers)} adapted layers"
+        words += f"; {counted(len(layers), 'adapted layer')}"
     log.say(f"  parameters   {words}; {how}")
     notes = (attention_note(each.model, config.load) for each in roles.models.values())
     for kind in sorted(set(filter(None, notes))):

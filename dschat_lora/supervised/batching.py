@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dschat_lora.config.groups import is_on
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.stages import PairConfig, SupervisedConfig
 from dschat_lora.data.batch import PairCollator, PairLayout, SampleCollator
 from dschat_lora.data.loader import (
@@ -283,13 +284,15 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
         kind = f"x {budget.tokens:,} tokens, {budget.fill(rows, counts):.1%} full"
     elif batch_layout.packing:
         share = fill(rows, counts.tokens, capacity)
-        log.say(f"  packing      {len(rows):,} rows of {capacity} tokens, {share:.1%} full")
+        log.say(
+            f"  packing      {counted(len(rows), 'row')} of {capacity} tokens, {share:.1%} full"
+        )
     steps = loader.steps_per_epoch
     flops = epoch_flops(setup, counts).model / max(1, steps)
     log.say(
         f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} {kind}: about "
-        f"{len(counts.tokens) / max(1, steps):,.0f} samples, "
-        f"{counts.tokens.sum() / max(1, steps):,.0f} tokens"
+        f"{counted(round(len(counts.tokens) / max(1, steps)), 'sample')}, "
+        f"{counted(round(counts.tokens.sum() / max(1, steps)), 'token')}"
         f"{f' and {operations(flops)}' if flops else ''} each"
     )
     return loader

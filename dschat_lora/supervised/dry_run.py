@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from dschat_lora.config.plurals import counted
 from dschat_lora.data.batch import PairCollator, SampleCollator
 from dschat_lora.data.loader import Collator
 from dschat_lora.engine.distributed import data_world_size, device
@@ -45,7 +46,8 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
         )
     elif loader.counts is None:
         run.log.say(
-            f"  time         unknown for {schedule.num_steps:,} steps, as rows are streamed"
+            f"  time         unknown for {counted(schedule.num_steps, 'step')}, "
+            f"as rows are streamed"
         )
     else:
         run.log.say("  time         unknown, or nothing is trained")

@@ -8,6 +8,7 @@ from typing import Any
 
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.config.addons import groups_of
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Chat, Span, make_chat
 from dschat_lora.data.encoder import make_encoder
@@ -137,7 +138,7 @@ def generate_answers(config: GenerateConfig) -> None:
     if undrawn:
         note(f"{undrawn:,} answers are missing: {undrawn_reason(())}")
     if config.output_path is not None:
-        note(f"{count:,} prompts answered to {config.output_path}")
+        note(f"{counted(count, 'prompt')} answered to {config.output_path}")
 
 
 def answer_texts(config: GenerateConfig) -> list[str]:

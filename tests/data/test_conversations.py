@@ -397,7 +397,7 @@ def test_samples_of_a_row_are_held_out_together_and_counted(prepared, jsonl):
     assert (audit.chat_rows, audit.answer_samples) == ({"answers": 17}, 34)
     assert audit.eos_share == 1.0
     assert (
-        "answers      17 rows are 34 samples, one for each answer: the chat template renders "
+        "answers      17 rows with 34 samples, one for each answer: the chat template renders "
         "earlier turns differently once later ones follow" in audit.lines()
     )
     assert audit.empty_thoughts == 34

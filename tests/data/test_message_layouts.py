@@ -329,7 +329,7 @@ def test_what_a_template_leaves_out_by_choice_is_counted_and_said():
     made = dict.fromkeys(DataAudit.__dataclass_fields__, 0)
     made |= {"rows_by_type": {}, "bad_row_examples": (), "length_quantiles": {}, "chat_rows": {}}
     audit = DataAudit(**made | {"left_out": {"tools, by the chat template": 4000, "x": 1}})
-    assert "left out     tools, by the chat template (4,000 rows); x (1 rows)" in audit.lines()
+    assert "left out     tools, by the chat template (4,000 rows); x (1 row)" in audit.lines()
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_answers_of_a_template_that_rewrites_them_are_counted_as_samples(own_dat
     rows = audit["chat_rows"]["answers"]
     assert rows > 0
     assert audit["answer_samples"] == 2 * rows
-    assert f"answers      {rows} rows are {2 * rows} samples" in own_data.out()
+    assert f"answers      {rows} rows with {2 * rows} samples" in own_data.out()
 
 
 @pytest.mark.parametrize("part", ["adapter", "model"])

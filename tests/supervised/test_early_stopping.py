@@ -49,7 +49,7 @@ def test_rates_by_rule_are_those_that_train_and_are_explained(capsys):
     run = dl.sft(data=ROWS, num_warmup_steps=1, **options)
     said = " ".join(capsys.readouterr().out.split())
     assert "rate 0.00198 by --learning_rate auto: 5e-05 x (2000 / 128)^0.5" in said
-    assert "the run has 1 optimizer steps and --num_warmup_steps 1" in said
+    assert "the run has 1 optimizer step and --num_warmup_steps 1" in said
     assert "has no effect" not in said
     (step,) = [line for line in run.metrics if line["kind"] == "train"]
     assert step["lora_learning_rate"] == 0.0  # in warm-up

@@ -11,6 +11,7 @@ from dschat_lora.addons.audit.config import AuditConfig
 from dschat_lora.addons.report.html import page
 from dschat_lora.addons.report.markup import safe
 from dschat_lora.config.addons import groups_of
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.staging import write_whole
 from dschat_lora.data.audit import MAX_SHOWN, STAGES, DataAudit
 from dschat_lora.data.chat import make_chat
@@ -140,7 +141,10 @@ def audit_data(config: AuditConfig) -> Findings:
     of_rows = [each for each in looks if each is not None]
     refusal = audit.refusal
     if audit.bad_rows and config.data.bad_rows == "stop":
-        refusal = f"{audit.bad_rows:,} rows cannot be used; --bad_rows skip continues without them"
+        refusal = (
+            f"{counted(audit.bad_rows, 'row')} cannot be used; "
+            "--bad_rows skip continues without them"
+        )
     return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, of_rows)
 
 
@@ -178,7 +182,7 @@ def _page(findings: Findings) -> str:
 
 
 def _headline(row: str, name: str, supervised: list[int]) -> str:
-    return f"{row}  {name}: {len(supervised):,} tokens, {sum(supervised):,} supervised"
+    return f"{row}  {name}: {counted(len(supervised), 'token')}, {sum(supervised):,} supervised"
 
 
 def sample_html(tokens: Sequence[str], supervised: Sequence[int]) -> str:

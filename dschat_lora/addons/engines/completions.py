@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
+from dschat_lora.config.plurals import counted
 from dschat_lora.rl.options.engines import EngineError, are_logprobs
 
 Body = Mapping[str, Any]
@@ -297,6 +298,7 @@ def read_answer(
     stopped = finish == "stop" and tokens[-1] in ends
     if not stopped and not (finish == "length" and len(tokens) == most):
         raise ServerError(
-            f"it ended a response with {finish!r} after {len(tokens)} tokens, at {tokens[-1]}"
+            f"it ended a response with {finish!r} after {counted(len(tokens), 'token')}, "
+            f"at {tokens[-1]}"
         )
     return ServerAnswer(tokens, [float(value) for value in logprobs], stopped)

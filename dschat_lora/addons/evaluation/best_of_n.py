@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from dschat_lora.addons.evaluation.judge import Judge, function_judge, model_judge
 from dschat_lora.addons.evaluation.options import KeepOptions
 from dschat_lora.config.data import parse_columns
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.verbs import GenerateConfig
 from dschat_lora.data.chat import Span
 from dschat_lora.data.layouts import message
@@ -116,7 +117,7 @@ def write_kept_answers(config: GenerateConfig, options: KeepOptions) -> None:
     if repeated:
         note(f"{repeated:,} duplicate rows are left out")
     where = f" to {config.output_path}" if config.output_path else ""
-    note(f"{len(seen):,} rows of {count:,} prompts written{where}")
+    note(f"{counted(len(seen), 'row')} of {counted(count, 'prompt')} written{where}")
 
 
 def _scores_of_draws(

@@ -4,6 +4,7 @@ import json
 
 from dschat_lora.addons.evaluation.config import ScoreConfig
 from dschat_lora.addons.evaluation.measure import chunks
+from dschat_lora.config.plurals import counted
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.records import answers_of
 from dschat_lora.report.log import jsonable
@@ -48,9 +49,9 @@ def score_files(config: ScoreConfig) -> None:
                     pairs += 1
                     right += float(chosen > rejected) + 0.5 * float(chosen == rejected)
     if pairs:
-        note(f"accuracy {right / pairs:.1%} over {pairs:,} pairs")
+        note(f"accuracy {right / pairs:.1%} over {counted(pairs, 'pair')}")
     if too_long:
         limit = scorer.max_seq_len
         note(f"{too_long:,} rows are longer than {limit:,} tokens: their score is null")
     where = f" to {config.output_path}" if config.output_path else ""
-    note(f"{count:,} rows scored{where}")
+    note(f"{counted(count, 'row')} scored{where}")

@@ -29,6 +29,7 @@ from dschat_lora.checkpoint.adapter import write_adapter
 from dschat_lora.checkpoint.adapter_config import is_adapter_directory
 from dschat_lora.checkpoint.manifest import WEIGHTS_INDEX, weight_map
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.plurals import counted
 from dschat_lora.lora.model import adapter_layout, apply_lora, lora_layers
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -89,7 +90,10 @@ def extract(
         write_more=lambda staging: _copy_tokenizer(path, staging),
     )
     count = sum(tensor.numel() for tensor in trained.tensors.values())
-    say(f"{directory}: {len(trained.tensors)} tensors, {count:,} parameters, rank {file.r}")
+    say(
+        f"{directory}: {counted(len(trained.tensors), 'tensor')}, "
+        f"{counted(count, 'parameter')}, rank {file.r}"
+    )
     _report(*compare_base(model, file, base), file, base, say)
     return directory
 

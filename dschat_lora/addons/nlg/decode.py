@@ -16,6 +16,7 @@ from dschat_lora.addons.nlg.config import DecodeConfig
 from dschat_lora.addons.nlg.gpt2_checkpoint import gpt2_with_weights, read_gpt2_checkpoint
 from dschat_lora.addons.nlg.validation import weights_file
 from dschat_lora.config.groups import LoraConfig
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.staging import write_whole
 from dschat_lora.data.encoder import make_encoder
 from dschat_lora.data.readers import RowError, iter_rows
@@ -82,7 +83,7 @@ def write_predictions(config: DecodeConfig) -> None:
     text = "".join(prediction_lines(meanings, as_texts(ids, tokenizer), ids))
     path = Path(config.output_path).expanduser()
     on_rank_zero(partial(write_whole, path, text))
-    log_once(f"{len(meanings):,} meanings written to {path}")
+    log_once(f"{counted(len(meanings), 'meaning')} written to {path}")
 
 
 def search_all(

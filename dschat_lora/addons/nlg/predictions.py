@@ -13,6 +13,7 @@ from typing import Any
 
 from dschat_lora.addons.nlg.config import EvaluateConfig, Filter, FormatConfig
 from dschat_lora.config.files import parse_json
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.directory import read_object
 from dschat_lora.report.terminal import log_once
@@ -67,8 +68,8 @@ def chosen_predictions(config: EvaluateConfig) -> dict[str, list[Prediction]]:
     references = _references(config.references, config.ref_num)
     if len(texts) != len(references):
         raise ValueError(
-            f"--hypotheses {config.hypotheses} has {len(texts)} lines, --references "
-            f"{config.references} references of {len(references)} texts"
+            f"--hypotheses {config.hypotheses} has {counted(len(texts), 'line')}, --references "
+            f"{config.references} references of {counted(len(references), 'text')}"
         )
     if empty := [number for number, each in enumerate(references, start=1) if not each]:
         raise ValueError(f"--references {config.references}: text {empty[0]} has none")
@@ -167,7 +168,7 @@ def _object(location: str, line: bytes) -> dict[str, Any]:
 def run_format(config: FormatConfig) -> None:
     """Write the files that the original's scorers read, or with ``--dry_run`` say what would be."""
     predictions = predictions_to_format(config)
-    log_once(f"{len(predictions):,} texts with their references, as of {config.profile}")
+    log_once(f"{counted(len(predictions), 'text')} with their references, as of {config.profile}")
     if config.dry_run:
         return
     clean = cleaner(tokenize=config.tokenize, lower=config.lower)

@@ -23,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 from dschat_lora.addons.report.run_data import read_metrics
 from dschat_lora.commands.launch import PACKAGE
 from dschat_lora.config.data import DataConfig
+from dschat_lora.config.plurals import counted
 from dschat_lora.engine import gpu
 from dschat_lora.engine.build import DTYPES
 from dschat_lora.engine.children import variables_of_no_launch
@@ -267,7 +268,10 @@ def training_step(device: torch.device) -> Finding:
             remedy = "what the run said is above; docs/troubleshooting.md lists errors by text"
             return Finding("training", "error", f"{device}: {reason}", remedy)
         losses = [row["loss"] for row in read_metrics(output, "train")]
-    words = f"{device}: a run of {len(losses)} steps in {seconds:.3g} s, loss {losses[-1]:.4g}"
+    words = (
+        f"{device}: a run of {counted(len(losses), 'step')} in {seconds:.3g} s, "
+        f"loss {losses[-1]:.4g}"
+    )
     return Finding("training", "ok", words)
 
 

@@ -37,6 +37,7 @@ from dschat_lora.commands.launch import (
 from dschat_lora.commands.stages import STAGES, check_stage, restated
 from dschat_lora.config.files import parse_json
 from dschat_lora.config.options import command_line, flatten, value_text
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.staging import alone, check_place, open_in_place, write_whole
 from dschat_lora.engine.children import end_with_parent, variables_of_no_launch, visible_gpu
@@ -448,7 +449,9 @@ def show_trials(
             runs.append(run)
     write_whole(
         home / "report.html",
-        render_report(f"{search.stage}: {len(rows)} trials", runs, {"Trials": (header, rows)}),
+        render_report(
+            f"{search.stage}: {counted(len(rows), 'trial')}", runs, {"Trials": (header, rows)}
+        ),
     )
     log_once(f"report: {home / 'report.html'}")
     if not any(each.state.name == "COMPLETE" for each in study.trials):

@@ -20,10 +20,11 @@ from dschat_lora.addons.report.curves import Chart, chart_data, charts_of
 from dschat_lora.addons.report.markup import without_controls
 from dschat_lora.addons.report.rollouts import summary_text
 from dschat_lora.addons.report.run_data import RunData, read_run
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.staging import write_whole
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.terminal import note
-from dschat_lora.report.texts import counted, duration, visible
+from dschat_lora.report.texts import duration, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -23,8 +23,9 @@ from dschat_lora.addons.report.verdict import (
     title_of,
     what_was_trained,
 )
+from dschat_lora.config.plurals import counted
 from dschat_lora.report.terminal import shown_by
-from dschat_lora.report.texts import as_written, counted, duration, short
+from dschat_lora.report.texts import as_written, duration, short
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle

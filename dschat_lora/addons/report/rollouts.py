@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.config.files import parse_json, read_bytes
+from dschat_lora.config.plurals import counted
 from dschat_lora.report.rollout_file import FILE, members
 from dschat_lora.report.terminal import log_once, print_json
-from dschat_lora.report.texts import as_written, counted, visible
+from dschat_lora.report.texts import as_written, visible
 
 Rollout = Mapping[str, Any]
 MOST_UNPACKED = 2**30  # bytes of all responses, which are in memory at once

@@ -11,7 +11,8 @@ from dschat_lora.addons.report.curves import standard_error
 from dschat_lora.addons.report.markup import amount, number, value_text
 from dschat_lora.addons.report.run_data import RunData
 from dschat_lora.config.addons import installed
-from dschat_lora.report.texts import counted, duration, operations, short
+from dschat_lora.config.plurals import counted
+from dschat_lora.report.texts import duration, operations, short
 
 TITLES = {
     "sft": "Supervised fine-tuning",

@@ -7,6 +7,7 @@ from typing import Any
 
 from dschat_lora.addons.trainer.build import TrainerParts, decoding
 from dschat_lora.algos.seeds import stream_seed
+from dschat_lora.config.plurals import counted
 from dschat_lora.engine.distributed import max_over_ranks
 from dschat_lora.generation.sampling import Sampling, undrawn_reason
 
@@ -92,7 +93,8 @@ def check_fits(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int | N
     for number, ids in enumerate(prompts):
         if limit is not None and len(ids) + max_tokens > limit:
             raise ValueError(
-                f"prompts[{number}] has {len(ids)} tokens: with max_tokens {max_tokens} that is "
+                f"prompts[{number}] has {counted(len(ids), 'token')}: "
+                f"with max_tokens {max_tokens} that is "
                 f"more than the model's {limit} positions"
             )
 
@@ -104,7 +106,9 @@ def make_seeds(seed: Key | Sequence[Key], count: int, copies: int) -> list[list[
         raise ValueError(f"num_samples must be 1 or more, got {copies}")
     if isinstance(seed, list):
         if len(seed) != count:
-            raise ValueError(f"seed has {len(seed)} values for {count} prompts")
+            raise ValueError(
+                f"seed has {counted(len(seed), 'value')} for {counted(count, 'prompt')}"
+            )
         keys = [_key(each) for each in seed]
     else:
         keys = [(*_key(seed), number) for number in range(count)]

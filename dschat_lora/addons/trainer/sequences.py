@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dschat_lora.algos.segments import Spans
+from dschat_lora.config.plurals import counted
 from dschat_lora.data.batch import PaddedRows, batch_to_device
 
 Numbers = Mapping[str, Tensor]  # of a sequence, by name, (T,) fp32 each
@@ -96,7 +97,8 @@ def check_sequences(
         tokens = check_tokens(given["tokens"], vocab_size=vocab_size, where=f"{where}['tokens']")
         if max_length is not None and len(tokens) > max_length:
             raise ValueError(
-                f"{where} has {len(tokens)} tokens, and the model has {max_length} positions"
+                f"{where} has {counted(len(tokens), 'token')}, "
+                f"and the model has {max_length} positions"
             )
         numbers = {
             name: _numbers(given[name], len(tokens), f"{where}[{name!r}]") for name in needed
@@ -134,7 +136,10 @@ def _numbers(values: object, count: int, where: str) -> Tensor:
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
         raise ValueError(f"{where} must be {_WHAT}, got {values!r:.60}")
     if len(array) != count:
-        raise ValueError(f"{where} has {len(array)} values for {count} tokens; it must be {_WHAT}")
+        raise ValueError(
+            f"{where} has {counted(len(array), 'value')} for {counted(count, 'token')}; "
+            f"it must be {_WHAT}"
+        )
     numbers = torch.from_numpy(array.astype(np.float32))
     if not bool(numbers.isfinite().all()):
         bad = int((~numbers.isfinite()).nonzero()[0])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dschat_lora.config.addons import groups_of
+from dschat_lora.config.plurals import counted
 from dschat_lora.data.sources import StreamError
 from dschat_lora.engine.distributed import (
     data_world_size,
@@ -20,7 +21,6 @@ from dschat_lora.engine.distributed import (
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
 from dschat_lora.perf.throughput import device_peak, peak_memory_bytes
-from dschat_lora.report.texts import counted
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines

@@ -18,6 +18,7 @@ from dschat_lora.config.groups import (
     require_numbers,
 )
 from dschat_lora.config.options import ELSEWHERE, group, hidden, option
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.prompts import PretrainingConfig, PromptConfig
 from dschat_lora.config.roles import Role
 from dschat_lora.config.stages import StageConfig
@@ -148,7 +149,7 @@ class RolloutConfig:
         if self.max_num_seqs != "auto" and self.max_num_seqs < self.num_generations:
             raise ValueError(
                 f"--max_num_seqs {self.max_num_seqs} must be at least the --num_generations "
-                f"{self.num_generations} responses to a prompt"
+                f"{counted(self.num_generations, 'response')} to a prompt"
             )
 
     @property
@@ -183,7 +184,8 @@ def check_weights(weights: Sequence[float], count: int, *, has_model: bool = Tru
     if not weights or len(weights) == count:
         return
     counts = (
-        f"--reward_weights has {len(weights)} weights for {count} functions of --reward_function"
+        f"--reward_weights has {counted(len(weights), 'weight')} for "
+        f"{counted(count, 'function')} of --reward_function"
     )
     if len(weights) != count + 1:
         raise ValueError(f"{counts}: give one for each, and last one for the reward model, if any")

@@ -197,7 +197,7 @@ def test_the_audit_counts_pictures_and_shows_their_places(base, rows):
     counts = [audit.counts[f"{name}pictures"] for name in ("", "rows_with_", "tokens_of_")]
     assert counts == [1, 1, 4]
     share = 4 / audit.counts["tokens"]
-    assert f"pictures     1 in 1 rows, 4 tokens ({share:.1%})" in audit.text
+    assert f"pictures     1 in 1 row, 4 tokens ({share:.1%})" in audit.text
     assert "<start_of_image>|[picture a.png, 4 tokens]|<end_of_image>" in audit.text
     assert max(audit.samples[1]["input_ids"]) < FIRST_ID
 

@@ -411,7 +411,7 @@ SAMPLING_MISTAKES = [
     ({"temperature": -1.0}, "temperature must be at least"),
     ({"num_samples": 0}, "num_samples must be 1 or more"),
     ({"seed": 1.5}, "seed must be a whole number, a tuple"),
-    ({"seed": [1]}, "seed has 1 values for 3 prompts"),
+    ({"seed": [1]}, "seed has 1 value for 3 prompts"),
 ]
 
 

@@ -141,7 +141,7 @@ def test_a_mistake_on_one_rank_is_one_on_all(ranks):
     bad = {**random_sequences(1)[0], "weights": [1.0]}
     found = ranks(2).run("trainer_runs:refused", sequences=[random_sequences(2), [bad]])
     assert found[0] == found[1]
-    assert found[0]["words"].startswith("sequences[0]['weights'] has 1 values for ")
+    assert found[0]["words"].startswith("sequences[0]['weights'] has 1 value for ")
     assert found[0]["loss"] > 0
 
 
