@@ -29,23 +29,22 @@ from dschat_lora.addons.agents.conversations import (
     Conversation,
     PromptTokens,
 )
-from dschat_lora.addons.serving.endpoint.answers import (
-    AnswerResponse,
+from dschat_lora.addons.serving.endpoint.answers import AnswerResponse, RequestAnswers
+from dschat_lora.addons.serving.endpoint.errors import (
+    ApiError,
     BusyError,
-    Emit,
-    Kind,
-    RequestAnswers,
     StoppedError,
     TooLongError,
     UnsupportedError,
-    fitting,
+    invalid,
 )
-from dschat_lora.addons.serving.endpoint.guard import ApiError, invalid, read_json
+from dschat_lora.addons.serving.endpoint.guard import read_json
 from dschat_lora.addons.serving.endpoint.http_server import HttpServer, make_app
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions, parsed_request
 from dschat_lora.addons.serving.endpoint.sockets import address_of, listen
+from dschat_lora.addons.serving.endpoint.sources import Emit, fitting
 from dschat_lora.addons.serving.endpoint.text import TextStream
-from dschat_lora.addons.serving.endpoint.turns import Piece, Turn
+from dschat_lora.addons.serving.endpoint.turns import Kind, Piece, Turn
 from dschat_lora.algos.seeds import stream_seed
 from dschat_lora.data.messages import Message
 from dschat_lora.engine.distributed import data_world_size, max_over_ranks, tensor_rank

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from dschat_lora.addons.environments.turn_tokens import TurnTokens
-from dschat_lora.addons.serving.endpoint.answers import Emit
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
+from dschat_lora.addons.serving.endpoint.sources import Emit
 from dschat_lora.addons.serving.endpoint.text import TURN_FIELDS, chat_ids, continues
 from dschat_lora.addons.serving.endpoint.turns import Piece
 from dschat_lora.data.encoder import Encoder

@@ -11,9 +11,10 @@ from typing import Any
 
 from dschat_lora.addons.serving.config import ChatConfig
 from dschat_lora.addons.serving.decoder import AnswerDecoder, RunningAnswer
-from dschat_lora.addons.serving.endpoint.answers import Piece, StoppedError, TooLongError
+from dschat_lora.addons.serving.endpoint.errors import StoppedError, TooLongError
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
 from dschat_lora.addons.serving.endpoint.text import read_messages
+from dschat_lora.addons.serving.endpoint.turns import Piece
 from dschat_lora.addons.serving.models import AnswerScorer, ServedModel, open_models
 from dschat_lora.config.staging import write_whole
 from dschat_lora.data.messages import Message

@@ -10,17 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from dschat_lora.addons.serving.endpoint.answers import (
-    BusyError,
-    Emit,
-    Finish,
-    Piece,
-    StoppedError,
-    UnsupportedError,
-    fitting,
-)
+from dschat_lora.addons.serving.endpoint.errors import BusyError, StoppedError, UnsupportedError
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
+from dschat_lora.addons.serving.endpoint.sources import Emit, fitting
 from dschat_lora.addons.serving.endpoint.text import TextStream
+from dschat_lora.addons.serving.endpoint.turns import Finish, Piece
 from dschat_lora.addons.serving.grammars import GrammarError
 from dschat_lora.addons.serving.models import BaseBatch, ServedModel
 from dschat_lora.algos.segments import to_device

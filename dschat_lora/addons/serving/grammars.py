@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dschat_lora.addons.serving.endpoint.answers import UnsupportedError
+from dschat_lora.addons.serving.endpoint.errors import UnsupportedError
 from dschat_lora.addons.serving.endpoint.grammars import Grammar
 from dschat_lora.models.loading import Tokenizer
 

@@ -19,17 +19,14 @@ from starlette.routing import Route
 
 from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.addons.serving.decoder import AnswerDecoder
-from dschat_lora.addons.serving.endpoint.answers import (
-    AnswerResponse,
-    Kind,
-    RequestAnswers,
-    UnsupportedError,
-)
-from dschat_lora.addons.serving.endpoint.guard import MAX_BODY_BYTES, ApiError, invalid, read_json
+from dschat_lora.addons.serving.endpoint.answers import AnswerResponse, RequestAnswers
+from dschat_lora.addons.serving.endpoint.errors import ApiError, UnsupportedError, invalid
+from dschat_lora.addons.serving.endpoint.guard import MAX_BODY_BYTES, read_json
 from dschat_lora.addons.serving.endpoint.http_server import HttpServer
 from dschat_lora.addons.serving.endpoint.http_server import make_app as guarded_app
 from dschat_lora.addons.serving.endpoint.requests import Fields, checked_messages, parsed_request
 from dschat_lora.addons.serving.endpoint.sockets import address_of, run_until_signal
+from dschat_lora.addons.serving.endpoint.turns import Kind
 from dschat_lora.addons.serving.models import AnswerScorer, ServedModel, open_adapter, open_models
 from dschat_lora.addons.serving.votes import VoteFile
 from dschat_lora.checkpoint.adapter_config import is_adapter_directory

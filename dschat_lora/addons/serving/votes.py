@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from dschat_lora.addons.serving.endpoint.guard import invalid
+from dschat_lora.addons.serving.endpoint.errors import invalid
 from dschat_lora.addons.serving.endpoint.requests import Fields, checked_messages
 from dschat_lora.config.staging import open_in_place
 

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from dschat_lora.addons.serving.endpoint.answers import BusyError
-from dschat_lora.addons.serving.endpoint.guard import HANDLERS, ApiError, invalid, read_json
+from dschat_lora.addons.serving.endpoint.errors import ApiError, BusyError, invalid
+from dschat_lora.addons.serving.endpoint.guard import HANDLERS, read_json
 from dschat_lora.addons.serving.endpoint.http_server import make_app as guarded_app
 from dschat_lora.addons.tinker.adapters import CHECKPOINT_FILE
 from dschat_lora.addons.tinker.formats import JsonFields, parse_message

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
-from dschat_lora.addons.serving.endpoint.answers import BusyError
+from dschat_lora.addons.serving.endpoint.errors import BusyError
 from dschat_lora.addons.tinker.adapters import TrainedAdapter
 from dschat_lora.addons.tinker.formats import (
     PROTOBUF,

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -141,6 +143,14 @@ def test_what_a_terminal_takes_for_commands_is_shown_as_text(capsys):
 
 
 # The command lines
+
+
+def test_chat_needs_no_library_of_a_server():
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('starlette', 'uvicorn', 'llguidance')))\n"
+        "import dschat_lora.addons.serving.chat"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_serve_without_its_libraries_names_the_extra(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from dschat_lora.addons.serving.config import ServeConfig
 from dschat_lora.addons.serving.decoder import AnswerDecoder
-from dschat_lora.addons.serving.endpoint.answers import BusyError, StoppedError, TooLongError
+from dschat_lora.addons.serving.endpoint.errors import BusyError, StoppedError, TooLongError
 from dschat_lora.addons.serving.endpoint.requests import AnswerOptions
 from dschat_lora.addons.serving.models import open_models
 from helpers.served import QUESTIONS, endless, peft_greedy, write_run

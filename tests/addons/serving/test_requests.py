@@ -8,7 +8,7 @@ import pytest
 from data.chat_tokenizers import build_chat_tokenizer
 from dschat_lora.addons.serving.config import AnswerConfig
 from dschat_lora.addons.serving.endpoint import requests
-from dschat_lora.addons.serving.endpoint.guard import ApiError
+from dschat_lora.addons.serving.endpoint.errors import ApiError
 from dschat_lora.addons.serving.endpoint.requests import chat_request
 from dschat_lora.addons.serving.endpoint.text import chat_ids
 from dschat_lora.data.chat import make_chat

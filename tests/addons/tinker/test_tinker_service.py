@@ -15,7 +15,7 @@ from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoModelForCausalLM
 
 from addons.tinker.tinker_runs import NAME, Client, endless, result, rows, service_of, values
-from dschat_lora.addons.serving.endpoint.answers import BusyError
+from dschat_lora.addons.serving.endpoint.errors import BusyError
 from dschat_lora.addons.tinker.requests import NotFoundError
 from dschat_lora.addons.tinker.store import parse_path
 from dschat_lora.models.source import find_model

@@ -4,83 +4,27 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from dschat_lora.addons.serving.endpoint.guard import ApiError, invalid
-from dschat_lora.addons.serving.endpoint.requests import (
-    AnsweringModel,
-    AnswerOptions,
-    AnswerRequest,
+from dschat_lora.addons.serving.endpoint.errors import (
+    ApiError,
+    BusyError,
+    StoppedError,
+    TooLongError,
+    UnsupportedError,
+    invalid,
 )
+from dschat_lora.addons.serving.endpoint.requests import AnswerRequest
+from dschat_lora.addons.serving.endpoint.sources import AnswerSource
 from dschat_lora.addons.serving.endpoint.text import MediaPrompt
-from dschat_lora.addons.serving.endpoint.turns import Delta, Finish, Kind, Piece, Turn
-
-
-class BusyError(Exception):
-    """No room for another request."""
-
-
-class StoppedError(Exception):
-    """The decoder takes no further requests."""
-
-
-class TooLongError(ValueError):
-    """Prompt and answer do not fit the model."""
-
-
-class UnsupportedError(ValueError):
-    """What decodes answers cannot do what is asked; ``param`` is the field that asks for it."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-__all__ = ["Finish", "Kind", "Piece"]
-Emit = Callable[[Piece], None]
-
-
-class AnswerSource(Protocol):
-    """What decodes answers."""
-
-    def submit(self, model: Any, prompt: Sequence[int], options: AnswerOptions, emit: Emit) -> Any:
-        """Have a prompt of tokens answered, by pieces given to ``emit`` from any thread.
-
-        Raises:
-            TooLongError: if the model has no room for it and its answer.
-            UnsupportedError: if it has no log-probabilities, or cannot follow the grammar.
-            BusyError: if too many wait.
-            StoppedError: if nothing is answered any more.
-        """
-
-    def leave(self, answer: Any) -> None:
-        """Stop decoding an answer that nobody reads; nothing more of it is emitted."""
-
-
-def fitting(model: AnsweringModel, prompt: Sequence[int], options: AnswerOptions) -> AnswerOptions:
-    """The options, with no more tokens than the model has room for.
-
-    Raises:
-        TooLongError: naming the numbers, if there is no room.
-    """
-    limit = model.limit
-    room = limit - len(prompt)
-    if not prompt:
-        raise TooLongError("the prompt is empty; an answer needs a token to follow")
-    if room < 1 or (room < options.max_new_tokens and not options.cut):
-        answer = "an answer" if options.cut else f"{options.max_new_tokens} of the answer"
-        raise TooLongError(
-            f"{model.name} has room for {limit} tokens, the prompt has {len(prompt)} and asks for "
-            f"{answer} too"
-        )
-    return replace(options, max_new_tokens=min(room, options.max_new_tokens))
+from dschat_lora.addons.serving.endpoint.turns import Delta, Kind, Piece, Turn
 
 
 class RequestAnswers:

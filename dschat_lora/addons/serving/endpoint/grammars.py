@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dschat_lora.addons.serving.endpoint.guard import invalid
+from dschat_lora.addons.serving.endpoint.errors import invalid
 
 # Bytes of all schemas of a request: of those much larger some take a minute to compile.
 MAX_SCHEMA_BYTES = 2**16

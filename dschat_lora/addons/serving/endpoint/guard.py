@@ -18,51 +18,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dschat_lora.addons.serving.config import LOCAL_HOSTS
+from dschat_lora.addons.serving.endpoint.errors import ApiError, check_value, invalid
 from dschat_lora.config.files import json_object
 from dschat_lora.report.terminal import note
 
 MAX_BODY_BYTES = 2**20
 MAX_BODIES_BYTES = 2**30  # of all requests that are not answered
-MAX_DEPTH = 64
 # A body must come in BODY_SECONDS, and one more for each BODY_RATE bytes of it that came.
 BODY_SECONDS, BODY_RATE = 30, 2**18
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HOST = re.compile(r"(?:\[([0-9a-f]*:[0-9a-f:.]*)\]|([0-9a-z._-]+))(?::[0-9]{1,5})?")
-
-
-class ApiError(Exception):
-    """A request that gets no answer, and why.
-
-    Args:
-        status: of HTTP.
-        message: one line for a person.
-        param: the field of the body that is wrong.
-        code: a word for programs.
-    """
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object that is sent."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {
-                "message": " ".join(self.message.split()),
-                "type": _TYPES.get(self.status, kind),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-
-def invalid(message: str, param: str | None = None, *, code: str | None = None) -> ApiError:
-    """A mistake in the body of a request."""
-    return ApiError(400, message, param=param, code=code)
 
 
 class Guard:
@@ -256,26 +220,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text:.80} is no finite number")
     return number
-
-
-def check_value(value: object) -> None:
-    """Refuse a JSON value that is nested too deeply, or whose texts have half a character.
-
-    Raises:
-        ValueError: saying which.
-    """
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for each in level
-            if isinstance(each, dict | list)
-            for child in (each.values() if isinstance(each, dict) else each)
-        ]
-    if level:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ValueError(f"it has text with {half}, which is half a character") from error

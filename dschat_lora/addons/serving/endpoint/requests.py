@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from dschat_lora.addons.serving.endpoint.errors import ApiError, check_value, invalid
 from dschat_lora.addons.serving.endpoint.grammars import (
     Grammar,
     request_grammar,
     response_schema,
     tool_choice,
 )
-from dschat_lora.addons.serving.endpoint.guard import ApiError, check_value, invalid
 from dschat_lora.addons.serving.endpoint.text import TURN_FIELDS, ReadMessages, read_messages
 from dschat_lora.addons.serving.endpoint.turns import Kind
 from dschat_lora.data.chat import ends_in_words
