@@ -277,7 +277,7 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
     ]
     iterations = iterations_of(run.train)
     changes = [change.row for change in changes_of(run)]
-    return render(
+    html = render(
         title=title_of(run.name),
         status=status,
         path=path,
@@ -287,3 +287,4 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
         evaluations=(CHANGE_HEADER, changes) if changes else eval_table(run.evals, iterations),
         answers=rows,
     )
+    return html.replace(f"{Path.cwd()}/", "")  # of runs and models
