@@ -1116,7 +1116,7 @@ def merge(
         The directory of the model.
 
     Raises:
-        ValueError: if there is no adapter, or rounding moves the model by too much.
+        ValueError: if there is not an adapter, or rounding moves the model by too much.
 
     Options:
         base_bits=None: bits of the base that the adapter is merged into: 16, or 4 (NF4); default: those it was trained on; the merged weights are never quantised

@@ -127,4 +127,4 @@ class OldNames:
         Raises:
             ImportError: naming its successors.
         """
-        raise ImportError(f"{name} has become {_table()[name.partition('.')[2]]} of {_PACKAGE}")
+        raise ImportError(f"{name} is now {_table()[name.partition('.')[2]]} in {_PACKAGE}")

@@ -87,7 +87,7 @@ class Pipes:
 BROKEN = {
     "raises": ("raise RuntimeError('no such luck')", "no such luck"),
     "exits": ("raise SystemExit", "SystemExit"),
-    "none": ("ADDON = 3", "its entry point is a int, and no Addon"),
+    "none": ("ADDON = 3", "its entry point is a int, not an Addon"),
     "verb": ("ADDON = Addon('mine', verbs={'sft': 'a:b'})", "the package has the verb sft, too"),
     "verb_of_an_addon": (
         "ADDON = Addon('mine', verbs={'serve': 'a:b'})",
@@ -96,7 +96,7 @@ BROKEN = {
     "addon": ("ADDON = Addon('tinker')", "the package has the name tinker, too"),
     "seam": (
         "ADDON = Addon('mine', provides={'sampler': {'a': 'b:c'}})",
-        f"it provides 'sampler', which is none of {', '.join(SEAMS)}",
+        f"it provides 'sampler', which is not one of {', '.join(SEAMS)}",
     ),
     "command": (
         "ADDON = Addon('mine', options={'sfft': 'a:b'})",
@@ -104,7 +104,7 @@ BROKEN = {
     ),
     "verbs": (
         "ADDON = Addon('mine', verbs=['count'])",
-        "its verbs has ['count'], which is no Mapping",
+        "its verbs has ['count'], which is not a Mapping",
     ),
     "function": (
         "ADDON = Addon('mine', verbs={'count': print})",
@@ -157,7 +157,7 @@ def site(tmp_path_factory):
     return path
 
 
-LINE = "the add-on spoilt of the package spoilt cannot be used and is left out: no such luck"
+LINE = "the add-on spoilt of the package spoilt cannot be loaded and is skipped: no such luck"
 
 
 def test_its_row_format_and_its_options_serve_a_stage_script_beside_a_broken_one(site, tmp_path):
@@ -252,7 +252,7 @@ def test_each_broken_one_is_one_line_that_names_it(tmp_path):
     )
     ended = run(tmp_path, "-c", code, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    begun = "the add-on {0} of the package {0} cannot be used and is left out: "
+    begun = "the add-on {0} of the package {0} cannot be loaded and is skipped: "
     said = [begun.format(name) + words for name, (_, words) in BROKEN.items()]
     lines = ended.stderr.splitlines()
     assert sorted(line[line.index("the add-on ") :] for line in lines) == sorted(said)
@@ -264,9 +264,9 @@ DATACLASS = (
     "@dataclass(frozen=True)\nclass Options:\n    "
 )
 OPTIONS = {
-    "no_class": ("Options = 3", "its options are a int, and no dataclass"),
+    "no_class": ("Options = 3", "its options are a int, not a dataclass"),
     "no_module": ("raise ImportError('no')", "no"),
-    "no_option": (DATACLASS + "size: int = 3", "its Options.size is no option(...)"),
+    "no_option": (DATACLASS + "size: int = 3", "its Options.size is not an option(...)"),
     "lora": (
         DATACLASS + "dim: int = option(3, help='size')",
         "the package has the option lora_dim, too",
@@ -284,6 +284,6 @@ def test_options_that_no_command_can_have_are_left_out_in_one_line(tmp_path):
         install(tmp_path, package, files, name=name)
     ended = run(tmp_path, "-m", "dschat_lora", "sft", "--lora_dmi", "3", cwd=tmp_path)
     *notes, error = ended.stderr.splitlines()
-    begun = "note: the add-on {} cannot be used and is left out: {}"
+    begun = "note: the add-on {} cannot be loaded and is skipped: {}"
     assert sorted(notes) == sorted(begun.format(name, says) for name, (_, says) in OPTIONS.items())
     assert error == "error: unknown option --lora_dmi; did you mean --lora_dim?"

@@ -67,8 +67,8 @@ class Outcome:
         """(N, R) estimates of the divergence, 0 where the mask is False; see ``kl``."""
         if self.logprobs is None:
             raise ValueError(
-                "the divergence is of old log-probabilities, which are not known before the update "
-                'where an algorithm does not ask for them: Algorithm(..., needs={"old_logprobs"})'
+                "the divergence needs old log-probabilities before the update, which the "
+                'algorithm must declare: Algorithm(..., needs={"old_logprobs"})'
             )
         estimates = KL_ESTIMATORS[estimator](self.logprobs, self.ref_logprobs)
         return torch.where(self.mask, estimates, 0)

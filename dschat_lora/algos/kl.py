@@ -57,8 +57,8 @@ def adapted_kl_coef(
     """
     if MAX_KL_ERROR * num_samples >= horizon:
         raise ValueError(
-            f"a KL horizon of {horizon} samples is too short for batches of {num_samples}: "
-            f"it must be more than {MAX_KL_ERROR * num_samples}"
+            f"a KL horizon of {horizon} samples is too short for batches of {num_samples}: it "
+            f"must exceed {MAX_KL_ERROR * num_samples}"
         )
     # A NaN passes both in this order of arguments.
     error = min(max((kl - target) / target, -MAX_KL_ERROR), MAX_KL_ERROR)

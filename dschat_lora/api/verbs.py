@@ -99,7 +99,7 @@ def merge(
         The directory of the model.
 
     Raises:
-        ValueError: if there is no adapter, or rounding moves the model by too much.
+        ValueError: if there is not an adapter, or rounding moves the model by too much.
     """
     with ExitStack() as stack:
         values = {"model_name_or_path": model, "output_dir": output_dir}

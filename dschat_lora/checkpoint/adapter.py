@@ -212,7 +212,7 @@ def check_fits(
     if missing:
         raise ValueError(f"{where} lacks {_some(missing)}, which the model has")
     if surplus:
-        raise ValueError(f"{where} holds {_some(surplus)}, which the model has no place for")
+        raise ValueError(f"{where} contains {_some(surplus)}, which the model does not have")
     for name, tensor in adapter.tensors.items():
         shape = tuple(full_shape(parameters[name]))
         if tuple(tensor.shape) != shape and name not in new:
@@ -250,7 +250,9 @@ def _load(directory: Path) -> Adapter:
     settings = lora_settings(config, (our_name(key, config, path)[0] for key in stored))
     for key, tensor in stored.items():
         if not tensor.is_floating_point():
-            raise ValueError(f"{path}: {key} holds {tensor.dtype}, which is no type of a weight")
+            raise ValueError(
+                f"{path}: {key} has dtype {tensor.dtype}, which is not valid for a weight"
+            )
         name, is_base = our_name(key, config, path)
         if is_base:
             base_tensors[name] = tensor
@@ -285,7 +287,7 @@ def _check_base(model: nn.Module, base_tensors: Mapping[str, Tensor], where: str
     names, state = base_names(model), model.state_dict(keep_vars=True)
     for name, tensor in base_tensors.items():
         if name not in names:
-            raise ValueError(f"{where} holds {name}, which the model has no place for")
+            raise ValueError(f"{where} contains {name}, which the model does not have")
         own = state[names[name]]
         if own.is_meta:
             continue

@@ -91,7 +91,7 @@ def read_adapter_config(directory: str | Path) -> AdapterConfig:
     try:
         fields = read_json(path)
     except FileNotFoundError:
-        raise ValueError(f"{directory} is no adapter: it has no {CONFIG_FILE}") from None
+        raise ValueError(f"{directory} is not an adapter: it has no {CONFIG_FILE}") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(fields, dict):
@@ -150,11 +150,11 @@ def verify_adapter(directory: str | Path) -> None:
     except DamagedError as error:
         try:
             is_ours = "manifest" in weights_metadata(weights)
-            remedy = f"if PEFT saved the adapter anew, delete {manifest}"
+            remedy = f"if PEFT has saved the adapter again, delete {manifest}"
             if is_ours:
                 remedy = (
-                    "copy the adapter again or, if this change was meant, run "
-                    f"dschat-lora accept {shlex.quote(str(directory))}"
+                    "copy the adapter again or, if the change is intended, run dschat-lora accept "
+                    f"{shlex.quote(str(directory))}"
                 )
         except DamagedError:
             remedy = "copy or save the adapter again"
@@ -380,8 +380,7 @@ def describe_checkpoint(directory: str | Path) -> CheckpointAdapter:
     if "engines" not in state:
         raise ValueError(
             f"{directory} is a checkpoint of transformers' Trainer, for --resume_from_checkpoint; "
-            "let the run end and take what it leaves, or make an adapter of it by dschat-lora "
-            "extract"
+            "finish the run and use its output, or convert it with dschat-lora extract"
         )
     engine, prefix = ("actor", "actor_") if "actor" in state["engines"] else ("model", "")
     trained_from = options.get(f"{prefix}model_name_or_path")
@@ -410,18 +409,18 @@ def _check_adapter_alone(directory: Path, state: Mapping[str, Any], prefix: str)
     frozen = options.get(f"{prefix}only_optimize_lora", options.get("only_optimize_lora"))
     if not (options.get(f"{prefix}lora_dim") and frozen):
         raise ValueError(
-            f"{directory} is a checkpoint of a run that trains more than an adapter; let the run "
-            "end, and take its model/"
+            f"{directory} is a checkpoint of a run that trains more than an adapter; finish the "
+            "run and use its model/"
         )
     if options.get(f"{prefix}enable_lora") or options.get("enable_lora"):
         raise ValueError(
-            f"{directory} is a checkpoint with packed layers (--enable_lora); let the run end, and "
-            "take its adapter/"
+            f"{directory} is a checkpoint with packed layers (--enable_lora); finish the run and "
+            "use its adapter/"
         )
     if OWN_SETTINGS in str(state["identity"].get("adapter")):
         raise ValueError(
-            f"{directory} is a checkpoint with {OWN_SETTINGS} (rank_pattern, alpha_pattern), which "
-            "it does not list; let the run end, and take its adapter/"
+            f"{directory} is a checkpoint with {OWN_SETTINGS} (rank_pattern, alpha_pattern), "
+            "which it does not list; finish the run and use its adapter/"
         )
 
 

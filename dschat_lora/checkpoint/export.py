@@ -159,7 +159,7 @@ def _merged_model(
         merged.config.tie_word_embeddings = False
     # Not strict: of tied weights the state may have one.
     if unknown := merged.load_state_dict(state, strict=False, assign=True).unexpected_keys:
-        raise RuntimeError(f"the merged model has no place for {', '.join(unknown)}")
+        raise RuntimeError(f"the merged model does not have {', '.join(unknown)}")
     if not _is_reward_model(model):
         merged.generation_config = model.generation_config
     return merged

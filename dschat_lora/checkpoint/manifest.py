@@ -73,7 +73,7 @@ def read_manifest(directory: Path, *, kind: str) -> dict[str, Any]:
         if not isinstance(content, dict) or data != _canonical(content):
             raise ValueError("it is not in the form that is written")
         if content.get("sha256") != _own_sha256(content):
-            raise ValueError("it has another SHA-256 than it says itself")
+            raise ValueError("its SHA-256 does not match the one it records")
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
@@ -126,7 +126,7 @@ def safetensors_header(path: Path) -> dict[str, Any]:
                 raise ValueError(f"{size} bytes do not hold its header")
             header = parse_json(file.read(length))
         if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
-            raise ValueError("its header is no JSON object of tensors")
+            raise ValueError("its header is not a JSON object of tensors")
         _check_layout(tensors_of(header), size - 8 - length)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
@@ -151,9 +151,9 @@ def weight_map(index: Path) -> dict[str, str]:
     for name in names.values():
         # One of the hub that is not there yet is fetched.
         if not isinstance(name, str) or name in ("", "..") or name != PurePosixPath(name).name:
-            raise DamagedError(f"{index} is damaged: {name!r} is no name of a file beside it")
+            raise DamagedError(f"{index} is damaged: {name!r} is not the name of a file beside it")
         if (index.parent / name).exists() and not (index.parent / name).is_file():
-            raise DamagedError(f"{index.parent / name} is no regular file")
+            raise DamagedError(f"{index.parent / name} is not a regular file")
     return names
 
 
@@ -199,7 +199,7 @@ def _check_file(directory: Path, name: str, entry: Mapping[str, Any]) -> None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{path} is no regular file")
+            raise DamagedError(f"{path} is not a regular file")
         if status.st_size != entry["bytes"]:
             raise DamagedError(
                 f"{path} has {status.st_size} bytes, its manifest says {entry['bytes']}"
@@ -212,7 +212,7 @@ def _check_file(directory: Path, name: str, entry: Mapping[str, Any]) -> None:
     except UnicodeEncodeError:
         raise DamagedError(f"{directory / MANIFEST} lists {name!a}, which names no file") from None
     if digest != entry["sha256"]:
-        raise DamagedError(f"{path} has another SHA-256 than its manifest says")
+        raise DamagedError(f"{path} does not have the SHA-256 in its manifest")
 
 
 def _has_files(content: Mapping[str, Any]) -> bool:

@@ -93,9 +93,9 @@ def stored_kind(fields: Mapping[str, Any], name: str) -> str | None:
     *others, last = [load(path).words for seam in seams for path in provided(seam).values()] or [""]
     read = f", and in 16 bits what is unpacked from {', '.join(others)} and {last}" if last else ""
     raise ValueError(
-        f"--model_name_or_path {name} is quantised ({unknown}), which cannot be trained on: "
-        f"bitsandbytes' nf4 is, in 4 bits{read}; give the original 16-bit model, with --base_bits "
-        "4 to hold it in 4 bits"
+        f"--model_name_or_path {name} is quantised ({unknown}), which is not supported for "
+        f"training: bitsandbytes' nf4 is, in 4 bits{read}; give the original 16-bit model, with "
+        "--base_bits 4 to hold it in 4 bits"
     )
 
 

@@ -92,10 +92,12 @@ class Addon:
         _check_types(self)
         for name in (self.name, *self.verbs):
             if not _NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name: use small letters, digits and _")
+                raise ValueError(
+                    f"{name!r} is not a valid name: use lowercase letters, digits and _"
+                )
         for seam in self.provides:
             if seam not in SEAMS:
-                raise ValueError(f"it provides {seam!r}, which is none of {', '.join(SEAMS)}")
+                raise ValueError(f"it provides {seam!r}, which is not one of {', '.join(SEAMS)}")
         for command in self.options:
             if command not in (*COMMANDS, *_OWN_VERBS, *self.verbs):
                 known = f"{', '.join(COMMANDS)} or an add-on's verbs"
@@ -111,7 +113,7 @@ def _check_types(addon: Addon) -> None:
         kind = {"name": str, "needs": list | tuple, "writes": list | tuple}.get(each.name, Mapping)
         if not isinstance(value := getattr(addon, each.name), kind):
             said = getattr(kind, "__name__", kind)
-            raise TypeError(f"its {each.name} has {value!r}, which is no {said}")
+            raise TypeError(f"its {each.name} has {value!r}, which is not a {said}")
 
 
 @cache
@@ -260,7 +262,7 @@ def left_out(name: str) -> Iterator[None]:
             why = " ".join(str(error).split())
             if not why or isinstance(error, KeyError | SystemExit):
                 why = f"{type(error).__name__} {why}".strip()
-            text = f"the add-on {name} cannot be used and is left out: {why}"
+            text = f"the add-on {name} cannot be loaded and is skipped: {why}"
             # Of the folder, which has no line of code to be shown.
             warnings.warn_explicit(text, UserWarning, str(Path(__file__).parent), 1)
 
@@ -317,9 +319,9 @@ def _new_addon(addon: object, others: Mapping[str, Addon]) -> Addon:
         ValueError: if it has a name that something else has, or lacks an add-on that it needs.
     """
     if not isinstance(addon, Addon):
-        raise TypeError(f"its entry point is a {type(addon).__name__}, and no Addon")
+        raise TypeError(f"its entry point is a {type(addon).__name__}, not an Addon")
     if addon.functions:
-        raise ValueError("it has functions, and its own package is where they are imported from")
+        raise ValueError("it has functions, which must be imported from its own package")
     if lacking := [name for name in addon.needs if name not in others]:
         raise ValueError(f"it needs the add-on {lacking[0]}, which is not installed")
     _check_new("name", [addon.name], {"the package": ADDONS, "another add-on": others})
@@ -342,10 +344,10 @@ def _check_options(
         ValueError: if one is required, or has a name that another option has.
     """
     if not (isinstance(options, type) and is_dataclass(options)):
-        raise TypeError(f"its options are a {type(options).__name__}, and no dataclass")
+        raise TypeError(f"its options are a {type(options).__name__}, not a dataclass")
     for each in fields(options):
         if not each.metadata:
-            raise TypeError(f"its {options.__name__}.{each.name} is no option(...)")
+            raise TypeError(f"its {options.__name__}.{each.name} is not an option(...)")
     parse_config(options, [], program=name)
     own: type[Any] = dataclass(frozen=True)(type("Own", bases, dict(beside)))
     names = [f"{name}_{each}" for each in option_names(options)]

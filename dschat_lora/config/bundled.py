@@ -31,9 +31,7 @@ def find_recipe(given: str, *, label: str) -> Path:
     """
     known = recipes()
     known |= {path.stem: path for path in known.values()}
-    return _find(
-        given, known, label=label, listing="dschat-lora recipes lists those of the package"
-    )
+    return _find(given, known, label=label, listing="dschat-lora recipes lists the bundled ones")
 
 
 def find_deepspeed_json(given: str, *, option: str = "deepspeed_config") -> Path:
@@ -56,9 +54,7 @@ def _find(given: str, known: Mapping[str, Path], *, label: str, listing: str) ->
     if name in known or len(begun) == 1:
         return known[name if name in known else begun[0]]
     if begun:
-        raise ValueError(f"{label} is the beginning of several names: {', '.join(begun)}")
+        raise ValueError(f"{label} is ambiguous: {', '.join(begun)}")
     close = difflib.get_close_matches(name, known, 1)
     meant = f"did you mean {close[0]}?" if close else listing
-    raise ValueError(
-        f"{label} cannot be read: it is no file, and no name of the package's; {meant}"
-    )
+    raise ValueError(f"{label} cannot be read: it is neither a file nor a bundled name; {meant}")

@@ -14,7 +14,7 @@ def _inference_size_note(value: Callable[[str], Any]) -> str:
     size, training = value("inference_tp_size"), value("tensor_parallel_size")
     if size in (1, training):
         return ""
-    where = f"the processes that hold the model, {training} by --tensor_parallel_size"
+    where = f"the processes that hold the model (--tensor_parallel_size {training})"
     return no_effect(f"inference_tp_size {size}", f": rollouts run on {where}")
 
 
@@ -86,4 +86,4 @@ class ClassicConfig:
         require_numbers(self, ">= 1", "inference_tp_size")
         require_numbers(self, ">= 0", "log_rollouts", "print_answers_interval", "test_stop_step")
         if self.enable_test_mode and not self.test_stop_step:
-            raise ValueError("--enable_test_mode stops after --test_stop_step steps: give it")
+            raise ValueError("--enable_test_mode needs --test_stop_step, the number of steps")

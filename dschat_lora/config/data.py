@@ -122,8 +122,8 @@ class SourceConfig:
             )
         if self.data_weights and self.is_mixture:
             raise ValueError(
-                "--data_weights counts uses in an epoch, and --data_path has shares of a mixture; "
-                "give one of them"
+                "--data_weights counts uses per epoch, but --data_path has fractions of a "
+                "mixture; give only one"
             )
         parse_columns(self.columns)
         if self.data_split is not None:
@@ -173,7 +173,7 @@ class DataConfig(SourceConfig):
         require(self.max_seq_len >= 2, "max_seq_len", self.max_seq_len, ">= 2 tokens")
         if self.is_mixture and self.sft_only_data_path:
             raise ValueError(
-                "--sft_only_data_path has no share of a mixture; give it in --data_path"
+                "--sft_only_data_path cannot have a fraction of a mixture; give it in --data_path"
             )
 
 
@@ -207,7 +207,7 @@ def parse_variables(text: object, name: str = "--chat_template_kwargs") -> dict[
             f"{name} must be a JSON object such as {example}, got {text!s:.200}{reason}"
         )
     if taken := sorted(_NO_VARIABLES & variables.keys()):
-        raise ValueError(f"{name} has {taken[0]!r}, which is no variable of a chat template")
+        raise ValueError(f"{name} has {taken[0]!r}, which is not a variable of chat templates")
     return variables
 
 
@@ -247,7 +247,7 @@ def parse_columns(items: Sequence[str]) -> dict[str, str]:
         if name not in COLUMNS:
             close = difflib.get_close_matches(name, COLUMNS, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--columns {item}: {name!r} is none of {', '.join(COLUMNS)}{hint}")
+            raise ValueError(f"--columns {item}: {name!r} is not one of {', '.join(COLUMNS)}{hint}")
         if name in columns:
             raise ValueError(f"--columns names {name} twice: {columns[name]} and {column}")
         columns[name] = column

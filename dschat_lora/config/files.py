@@ -32,7 +32,7 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
     Raises:
         OSError: if it cannot be opened or read.
-        ValueError: if it is no regular file, such as a pipe, which is not waited for, or a
+        ValueError: if it is not a regular file, such as a pipe, which is not waited for, or a
             device; or if it holds more than ``most`` bytes. The message does not name it.
     """
     # A pipe that the shell has made, such as <(...), has somebody who writes to it.
@@ -40,10 +40,10 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     with open(os.open(path, os.O_RDONLY | (0 if from_shell else os.O_NONBLOCK)), "rb") as file:
         mode = os.fstat(file.fileno()).st_mode
         if not (stat.S_ISREG(mode) or (from_shell and stat.S_ISFIFO(mode))):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         content = file.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"it holds more than {most:,} bytes")
+        raise ValueError(f"it is larger than {most:,} bytes")
     return content
 
 
@@ -128,7 +128,7 @@ def _loader_class() -> "type[yaml.SafeLoader]":
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.value in names:
                     raise yaml.MarkedYAMLError(
-                        problem=f"{key.value!r} stands twice", problem_mark=key.start_mark
+                        problem=f"{key.value!r} is given twice", problem_mark=key.start_mark
                     )
                 names.add(str(key.value))
             return node

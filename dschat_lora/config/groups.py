@@ -124,7 +124,7 @@ class LoadConfig:
     def __post_init__(self) -> None:
         require(self.compute_fp32_loss, "no-compute_fp32_loss", False, "absent: the loss is fp32")
         if self.compile and self.training_graphs == "on":
-            why = "--compile makes other operations of the blocks; use auto or off"
+            why = "--compile changes the operations of the blocks; use auto or off"
             raise ValueError(f"--training_graphs on: {why}")
 
 
@@ -223,7 +223,7 @@ class LoraConfig:
         require(bool(self.target_modules), "target_modules", (), "one name or more")
         parts = tuple(part for part in "qkv" if part in self.enable_lora)
         fits = sorted(parts) == sorted(self.enable_lora)
-        require(fits, "enable_lora", " ".join(self.enable_lora), "some of q, k and v")
+        require(fits, "enable_lora", " ".join(self.enable_lora), "a subset of q, k and v")
         object.__setattr__(self, "enable_lora", parts)
 
     def described(self) -> str:

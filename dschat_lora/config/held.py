@@ -41,7 +41,7 @@ def held_object(name: str, option: str) -> object:
     """
     if name not in _objects:
         raise ValueError(
-            f"--{option} {name} is an object of a Python program, which is not here: give it again "
-            "in Python, or name a file"
+            f"--{option} {name} is an object of a Python program: give it again in Python, or "
+            "name a file"
         )
     return _objects[name]

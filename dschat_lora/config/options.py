@@ -325,7 +325,7 @@ def options_in_python(
             try:
                 value = pairs if many else json.dumps(value)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"--{name}: is no JSON: {error}") from error
+                raise ValueError(f"--{name}: is not JSON: {error}") from error
         elif isinstance(value, set | frozenset) and many:
             value = sorted(value)
         elif type(value).__module__ == "numpy":

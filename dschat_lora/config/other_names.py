@@ -17,14 +17,14 @@ GONE: Mapping[str, object] = {
 }
 # What does it instead, for commands that have the options which these words name.
 INSTEAD: Mapping[str, str] = {
-    "reward_gate": "a function of --reward_function looks at the other's score itself",
-    "rollout_temperature": "responses are drawn at --temperature",
-    "oversample": "--max_num_seqs N refills rows whose responses have ended",
-    "first_hour": "pytest -m gpu tests/gpu in a checkout checks a GPU",
+    "reward_gate": "a function of --reward_function can use the other's score itself",
+    "rollout_temperature": "responses are sampled at --temperature",
+    "oversample": "--max_num_seqs N sets the responses decoded at a time, with refill",
+    "first_hour": "pytest -m gpu tests/gpu in a checkout tests a GPU",
     "target_entropy": "--entropy_coef X weighs the entropy bonus",
     "layerwise_lr_decay": "--target_modules adapts the upper layers alone by a regular expression",
-    "mixture_temperature": "type shares, as in --data_path a.jsonl:0.6 b/:0.4",
-    "epochs": "--lora_path RUN/lora/epoch-1.safetensors --output_path FILE decodes by one epoch",
+    "mixture_temperature": "give fractions, as in --data_path a.jsonl:0.6 b/:0.4",
+    "epochs": "--lora_path RUN/lora/epoch-1.safetensors --output_path FILE decodes with one epoch",
 }
 
 
@@ -75,7 +75,7 @@ def gone(name: str, known: Collection[str]) -> str | None:
         words = ""
     if name not in GONE and not words:
         return None
-    return f"option --{name} is gone since version {GONE_SINCE}; {words or 'leave it out'}"
+    return f"option --{name} was removed in version {GONE_SINCE}; {words or 'drop it'}"
 
 
 def same_here(name: str, known: Collection[str]) -> str | None:

@@ -202,7 +202,9 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
         # argparse drops two dashes, also where they are a value.
         if action.option_strings and "--" in words:
-            raise ValueError(f"{action.option_strings[0]} cannot be --, which ends the options")
+            raise ValueError(
+                f"{action.option_strings[0]} cannot be --, which marks the end of options"
+            )
         return super()._get_values(action, words)
 
     def add_option(

@@ -57,6 +57,6 @@ class PretrainingConfig:
         require_numbers(self, "> 0", "unsup_coef")
         if self.unsupervised_dataset_config_name and not self.unsupervised_dataset_name:
             raise ValueError(
-                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} is "
-                "of a data set: give its --unsupervised_dataset_name"
+                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} "
+                "needs --unsupervised_dataset_name"
             )

@@ -406,8 +406,8 @@ class DpoStageConfig(SupervisedConfig):
         adapter_alone = self.lora.lora_dim > 0 and self.lora.only_optimize_lora
         if not (dpo.precompute_ref_log_probs or adapter_alone):
             raise ValueError(
-                "--no-precompute_ref_log_probs looks through the starting adapter on the frozen "
-                "base; with base weights that train use --precompute_ref_log_probs"
+                "--no-precompute_ref_log_probs computes the reference with the initial adapter on "
+                "the frozen base; if base weights are trained, use --precompute_ref_log_probs"
             )
         if dpo.loss_type == "simpo" and "beta" not in self.given:
             return replace(self, dpo=replace(dpo, beta=SIMPO_BETA))

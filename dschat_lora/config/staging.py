@@ -53,7 +53,7 @@ def alone(directory: Path, what: str, *, option: str = "output_dir") -> Iterator
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another {what} is at work in {directory}; wait for it, stop it, or choose "
+                f"another {what} is running in {directory}; wait for it, stop it, or choose "
                 f"another --{option}"
             ) from None
         except OSError:
@@ -92,11 +92,11 @@ def check_within(path: Path, home: Path) -> None:
     if not target.is_relative_to(os.path.realpath(home)):
         link = next(each for each in (path, *path.parents) if each.is_symlink())
         raise ValueError(
-            f"{link} is a link to {os.path.realpath(link)}; what is written to {home} stays "
-            "there: remove the link, or make the whole directory one"
+            f"{link} is a link to {os.path.realpath(link)}; files written to {home} must stay "
+            "there: remove the link, or link the whole directory"
         )
     if not (target.is_file() or target.is_dir()) and os.path.lexists(target):
-        raise ValueError(f"{path} is no regular file; remove it")
+        raise ValueError(f"{path} is not a regular file; remove it")
 
 
 def open_in_place(path: Path, mode: str, *, buffering: int = -1) -> Any:
@@ -124,9 +124,9 @@ def open_in_place(path: Path, mode: str, *, buffering: int = -1) -> Any:
                 os.ftruncate(descriptor, 0)
             return descriptor
         os.close(descriptor)
-        words = "it is no regular file"
+        words = "it is not a regular file"
         if stat.S_ISREG(status.st_mode):
-            words = f"it has {status.st_nlink} names (hard links): put a copy of it in its place"
+            words = f"it has {status.st_nlink} hard links: replace it by a copy"
         raise OSError(errno.EPERM, words, str(path))
 
     encoding = None if "b" in mode else "utf-8"

@@ -39,7 +39,7 @@ def base_rate_note(value: Callable[[str], Any]) -> str:
     # Otherwise the adapters' rate comes from it.
     if own is None and (rate == "auto" or value("lora_lr_multiplier") or default is None):
         return ""
-    why = f": adapters alone train, at --lora_learning_rate {own or default:g}"
+    why = f": only adapters are trained, at --lora_learning_rate {own or default:g}"
     return no_effect("learning_rate", why)
 
 

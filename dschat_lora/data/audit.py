@@ -122,7 +122,7 @@ class DataAudit:
             none = "--eval_prompts" if self.kind == "prompts" else "--eval_ratio"
             return (
                 "no training rows are left after the split; give more data in --data_path or "
-                f"{none} 0, which holds none out, or look at --data_split and --data_weights "
+                f"{none} 0, which holds none out, or check --data_split and --data_weights "
                 f"({self.overlap_rows} rows were left out as copies of held-out ones)"
             )
         if self.kind == "prompts":
@@ -135,13 +135,13 @@ class DataAudit:
             )
         if self.supervised_tokens == 0 and self.identical_rows:
             return (
-                f"no pair is left to learn from: of {self.train_rows} training rows "
+                f"no pair is left to train on: of {self.train_rows} training rows "
                 f"{self.identical_rows} have equal answers (perhaps once cut to --max_seq_len "
                 f"{self.max_seq_len}) and {self.dropped_rows} are longer than that"
             )
         if self.supervised_tokens == 0:
             return (
-                f"no token of the {self.train_rows} training rows would be learnt: "
+                f"no token of the {self.train_rows} training rows would be trained on: "
                 f"{self.dropped_rows} rows were dropped because prompt and completion do not fit "
                 f"--max_seq_len {self.max_seq_len} (longest row: {longest} tokens); raise it"
             )
@@ -149,8 +149,8 @@ class DataAudit:
         if self._ended_answers == 0 and not self.chat_rows.get("marks"):
             return (
                 f"none of the {self.train_samples} training samples ends in end-of-sequence, so "
-                "nothing would be learnt of where answers end; raise --max_seq_len "
-                f"{self.max_seq_len}, or use --overlong drop to leave out the rows that are cut"
+                "the model would not learn to end answers; raise --max_seq_len "
+                f"{self.max_seq_len}, or use --overlong drop to drop the truncated rows"
             )
         return None
 
@@ -163,13 +163,13 @@ class DataAudit:
             "not stop": self._ended_answers < 0.5,
             f"{cut} of {self.train_rows} training rows are longer than --{option} "
             f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
-            f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation "
-            "will look too good": self.overlap_rows > 0 and not self.overlap_removed,
+            f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation will "
+            "be too optimistic": self.overlap_rows > 0 and not self.overlap_removed,
             f"the prompts of {self.shared_prompt_rows} of {self.eval_rows} held-out pairs are in "
-            "training pairs too; for a harder test give --eval_data_path with prompts of its "
-            "own": self.shared_prompt_rows > 0.1 * self.eval_rows,
-            f"{self.doubled_bos_rows} rows begin with a beginning-of-sequence of their own; it "
-            "is kept once": self.doubled_bos_rows > 0,
+            "training pairs too; for a stricter test give --eval_data_path with other "
+            "prompts": self.shared_prompt_rows > 0.1 * self.eval_rows,
+            f"{self.doubled_bos_rows} rows contain their own beginning-of-sequence token; only "
+            "one is kept": self.doubled_bos_rows > 0,
             "no row is held out; there is nothing to evaluate on": self.eval_samples == 0,
         }
         return tuple(text for text, applies in doubts.items() if applies)
@@ -218,8 +218,8 @@ class DataAudit:
             table["left out"] = "; ".join(words)
         if self.empty_thoughts:
             table["thoughts"] = (
-                f"{self.empty_thoughts:,} empty ones, which the chat template adds, are read and "
-                "not learnt (--train_empty_think learns them)"
+                f"{self.empty_thoughts:,} empty ones, which the chat template adds, are not "
+                "trained on (use --train_empty_think to train on them)"
             )
         lines = [f"{name:<12} {text}" for name, text in table.items()]
         lines += [f"bad row      {example}" for example in self.bad_row_examples[:MAX_SHOWN]]
@@ -234,7 +234,7 @@ class DataAudit:
             words.append(
                 f"{counted(answers, 'row')} with {counted(several, 'sample')}, "
                 "one for each answer: the chat template "
-                "renders earlier turns differently once later ones follow"
+                "renders earlier turns differently when later ones follow"
             )
         return "; ".join(words)
 

@@ -126,8 +126,8 @@ def _building(directory: Path) -> Iterator[Path]:
             temporary.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"--data_output_path {temporary.parent} cannot be written ({error.strerror}); "
-                "name a directory that can"
+                f"--data_output_path {temporary.parent} is not writable ({error.strerror}); "
+                "choose a writable directory"
             ) from error
     try:
         yield temporary

@@ -260,7 +260,7 @@ class Chat:
             return template_process().render(self.template, request)
         except ValueError as error:
             raise ValueError(
-                f"the tokenizer's chat template refuses the messages: {error}"
+                f"the tokenizer's chat template rejects the messages: {error}"
             ) from error
 
 
@@ -277,7 +277,7 @@ def make_chat(
     """How messages become text; ``eos_id`` ends an answer, by default the tokenizer's own token.
 
     Raises:
-        ValueError: if ``chat_template_kwargs`` is no JSON object.
+        ValueError: if ``chat_template_kwargs`` is not a JSON object.
     """
     end = tokenizer.eos_token_id if eos_id is None else eos_id
     assert end is not None

@@ -74,9 +74,9 @@ def _learnt_answers(messages: Sequence[Message], first_target: int) -> list[int]
         raise ValueError("no message of role 'assistant' to train on")
     answers = [index for index in said if messages[index].get(WEIGHT) != 0]
     if not answers:
-        raise ValueError("every answer has weight 0; the row teaches nothing")
+        raise ValueError("every answer has weight 0; there is nothing to train on")
     if answers[0] == 0:
-        raise ValueError("the first message is the assistant's; it answers nothing")
+        raise ValueError("the first message is from the assistant, without a prompt")
     return answers
 
 
@@ -136,8 +136,8 @@ def _realigned(
     start = after.rfind(opening, 0, header) if opening else -1
     if start < 0:
         raise ValueError(
-            f"the chat template renders what precedes message {index + 1} differently once that "
-            "message follows, so its tokens cannot be told apart; give such rows as `prompt`, "
+            f"the chat template renders what precedes message {index + 1} differently when that "
+            "message follows, so its tokens cannot be identified; give such rows as `prompt`, "
             "`completion`"
         )
     return before, before + after[start + len(opening) :]
@@ -218,8 +218,8 @@ def _without_answer(
         ends.append(common_prefix(asked, text))
         if ends[-1] < common_prefix(asked, stays):
             raise ValueError(
-                f"message {index + 1} has weight 0, and the chat template renders earlier turns "
-                "differently once later ones follow, so that its marks cannot be told apart"
+                f"message {index + 1} has weight 0, but the chat template renders earlier turns "
+                "differently when later ones follow, so its tokens cannot be identified"
             )
     return [(begin, end) for begin, end in marks if not ends[0] < end <= ends[1]]
 
@@ -247,12 +247,10 @@ def _check_said(messages: Sequence[Message], index: int, text: str) -> None:
     names = [called_function(call)["name"] for call in message.get("tool_calls") or []]
     what = next((name for name in names if name not in text), None)
     if what is not None:
-        raise ValueError(
-            f"the chat template leaves out the call of {what!r} in message {index + 1}"
-        )
+        raise ValueError(f"the chat template omits the call of {what!r} in message {index + 1}")
     is_there = content in text or "".join(content.split()) in "".join(text.split())
     if not (names or is_there):
-        raise ValueError(f"the chat template leaves out the content of message {index + 1}")
+        raise ValueError(f"the chat template omits the content of message {index + 1}")
 
 
 def _said(message: Message) -> str:

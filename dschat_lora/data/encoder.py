@@ -101,7 +101,7 @@ def make_encoder(tokenizer: Tokenizer) -> Encoder:
         raise ValueError(
             f"the tokenizer reads {probe!r} as {full} with special tokens, as {bare} without"
         )
-    raise ValueError(f"the tokenizer finds no token in any of {PROBES}; is its vocabulary empty?")
+    raise ValueError(f"the tokenizer finds no token in any of {PROBES}; is the vocabulary empty?")
 
 
 def call(

@@ -137,7 +137,7 @@ def _conversational(values: Columns) -> tuple[Columns, str]:
         return _answered(values, _alpaca_prompt(values), "output"), "alpaca"
     if {"message_id", "message_tree_id"} <= values.keys():
         raise ValueError(
-            "row is one message of a tree, as in OASST; make rows with `messages` of its threads"
+            "row is one message of a tree, as in OASST; convert its threads to rows with `messages`"
         )
     others = {"text", *BESIDE_A_QUESTION}
     if {"question", "answer"} <= values.keys() and not values.keys() & others:
@@ -170,7 +170,7 @@ def _with_functions(values: Columns) -> Columns:
     ):
         raise ValueError("`functions` must be a list of objects with 'name' and 'parameters'")
     if values.get("tools"):
-        raise ValueError("row has `functions` and `tools`; give one of them")
+        raise ValueError("row has both `functions` and `tools`; give one of them")
     rest = {name: value for name, value in values.items() if name != "functions"}
     return rest | {"tools": [{"type": "function", "function": each} for each in functions]}
 
@@ -212,9 +212,7 @@ def _without_held_prompt(values: Columns, names: Sequence[str]) -> Columns:
         if not held and isinstance(prompt, list):
             return values  # refused where the answers are counted
         if not held:
-            raise ValueError(
-                f"`{name}` must be the answer to `prompt`, or begin with it; it does neither"
-            )
+            raise ValueError(f"`{name}` must be the answer to `prompt`, or begin with `prompt`")
     return {name: value for name, value in values.items() if name != "prompt"}
 
 
@@ -224,7 +222,7 @@ def _in_one_form(values: Columns, names: Sequence[str]) -> Columns:
     if isinstance(prompt, str) and all(isinstance(answer, list) for answer in answers):
         for name in names:
             if not _begins_with_answer(values[name]):
-                raise ValueError(f"`{name}` must begin with the assistant where `prompt` is text")
+                raise ValueError(f"`{name}` must begin with the assistant if `prompt` is text")
         return {**values, "prompt": [message("user", text_of(values, "prompt"))]}
     if isinstance(prompt, list) and all(isinstance(answer, str) for answer in answers):
         own = {name: [message("assistant", text_of(values, name))] for name in names}

@@ -45,14 +45,12 @@ def left_out(
             kinds["text beside tool calls"] = None
         elif part == "content":
             raise ValueError(
-                f"the chat template leaves out message {index + 1}, of role {message['role']!r}; "
-                "give it a role that the template has, or take another --chat_template"
+                f"the chat template omits message {index + 1}, of role {message['role']!r}; use a "
+                "role that the template supports, or another --chat_template"
             )
         else:
             name = called_function(calls[int(part)])["name"]
-            raise ValueError(
-                f"the chat template leaves out the call of {name!r} in message {index + 1}"
-            )
+            raise ValueError(f"the chat template omits the call of {name!r} in message {index + 1}")
     return tuple(f"{kind}, by the chat template" for kind in kinds)
 
 

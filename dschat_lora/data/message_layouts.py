@@ -69,8 +69,8 @@ def standard_messages(column: str, items: Sequence[Any]) -> list[Any]:
         if is_call and isinstance(before, dict) and before.get("role") == "assistant":
             if before.get(WEIGHT) != standard.get(WEIGHT):
                 raise ValueError(
-                    f"{where} is a call in the turn of the item before it, of which it must have "
-                    "the weight"
+                    f"{where} is a call in the same turn as the item before it, and must have the "
+                    "same weight"
                 )
             calls = [*(before.get("tool_calls") or ()), *standard["tool_calls"]]
             standard = {**made.pop(), "tool_calls": calls}
@@ -100,7 +100,7 @@ def _standard(where: str, item: dict[str, Any]) -> dict[str, Any]:
     weight = _weight(where, made)
     made = {k: v for k, v in made.items() if k not in LEARNT_BY and k not in _PARTLY} | weight
     if medium := medium_of(made):
-        raise ValueError(f"{where}: {medium!r} is not empty; text alone is read")
+        raise ValueError(f"{where}: {medium!r} is not empty; only text is supported")
     return made
 
 
@@ -134,7 +134,7 @@ def unweighted(column: str, messages: Messages, *, is_answer: bool) -> Messages:
     """
     if is_answer and messages and isinstance(messages[-1], dict) and WEIGHT in messages[-1]:
         raise ValueError(
-            f"`{column}`: the answer that is compared has weight 0; leave out the key, or the row"
+            f"`{column}`: the compared answer has weight 0; remove the key, or the row"
         )
     return [
         {k: v for k, v in each.items() if k != WEIGHT} if isinstance(each, dict) else each
@@ -144,7 +144,9 @@ def unweighted(column: str, messages: Messages, *, is_answer: bool) -> Messages:
 
 def _role(where: str, speaker: object) -> str:
     if not isinstance(speaker, str) or speaker not in ROLES:
-        raise ValueError(f"{where}: {speaker!r} is no speaker; use one of {', '.join(ROLES)}")
+        raise ValueError(
+            f"{where}: {speaker!r} is not a known speaker; use one of {', '.join(ROLES)}"
+        )
     return ROLES[speaker]
 
 
@@ -216,12 +218,10 @@ def _weight(where: str, message: Mapping[str, Any]) -> dict[str, int]:
         if value is None or value in ("", []) or value != value:  # a missing number of pandas
             continue
         if key in _PARTLY:
-            raise ValueError(f"{where} has {key!r}, which is not read; write 'weight', 0 or 1")
+            raise ValueError(f"{where} has {key!r}, which is not supported; use 'weight', 0 or 1")
         learnt = flag(value)
         if learnt is None:
-            raise ValueError(
-                f"{where}: {key!r} must be 0 or 1, found {value!r}; a message is learnt or not"
-            )
+            raise ValueError(f"{where}: {key!r} must be 0 or 1, found {value!r}")
         said[key] = learnt
     if len(set(said.values())) > 1:
         raise ValueError(f"{where}: {' and '.join(map(repr, said))} contradict each other")
@@ -229,7 +229,7 @@ def _weight(where: str, message: Mapping[str, Any]) -> dict[str, int]:
     # OpenAI's `weight` is 1 unless it is given, and counts for answers alone.
     if role != "assistant" and any(learnt for key, learnt in said.items() if key != WEIGHT):
         raise ValueError(
-            f"{where}: {', '.join(map(repr, said))} asks to learn a message of role {role!r}; only "
-            "what the assistant says is learnt"
+            f"{where}: {', '.join(map(repr, said))} requests training on a message of role "
+            f"{role!r}; only the assistant's messages are trained on"
         )
     return {WEIGHT: 0} if role == "assistant" and False in said.values() else {}

@@ -82,7 +82,7 @@ def _check_content(name: str, content: object, media: Collection[str]) -> None:
             medium = medium_of(part) or next((m for m in MEDIA if m in str(typed)), None)
             if medium is not None:
                 said = typed if medium in str(typed) else medium
-                raise ValueError(f"{where} is {said!r:.200}; text alone is read")
+                raise ValueError(f"{where} is {said!r:.200}; only text is supported")
         if not is_text:
             form = '{"type": "text", "text": ...}'
             raise ValueError(f"{where} must be {form}, found {kind:.200}")
@@ -119,7 +119,7 @@ def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
         try:
             value = parse_json(given) if given.strip() else {}
         except ValueError as error:
-            raise ValueError(f"{what} are no JSON: {error}; found {given!r:.200}") from error
+            raise ValueError(f"{what} are not JSON: {error}; found {given!r:.200}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{what} must be an object or its JSON, found {given!r:.200}")
     return value

@@ -213,8 +213,8 @@ def iter_unread_file(path: Path, start: Place = START) -> Iterator[RawRow | Line
             unpacked += row.size
             if unpacked > most:
                 raise ValueError(
-                    f"{path} holds more than {MOST_RATIO:,} times its own size when it is "
-                    f"unpacked, {unpacked:,} bytes so far; unpack it yourself if that is meant"
+                    f"{path} holds more than {MOST_RATIO:,} times its size when unpacked, "
+                    f"{unpacked:,} bytes so far; if this is intended, unpack it yourself"
                 )
             yield row
     except (OSError, EOFError, zlib.error) as error:
@@ -316,7 +316,7 @@ def _iter_lines(path: Path, parse: Callable[[str], object], start: Place) -> Ite
         while unread:
             block = file.read(min(unread, 2**20))
             if not block:
-                raise EOFError("it is shorter than it was")
+                raise EOFError("it has become shorter")
             unread -= len(block)
         lines = _Lines(path, file)
         lines.number, lines.end = start

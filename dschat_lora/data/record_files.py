@@ -145,7 +145,7 @@ class RowReader:
                 return (), group
             if self.kind == "prompts":
                 if not prompt:
-                    raise EmptyRowError(row.location, "there is nothing before the answer")
+                    raise EmptyRowError(row.location, "there is no prompt before the answer")
                 kept, media = raw.values, self.options.media
                 if media is not None:
                     kept = media.columns(kept, row.values)
@@ -266,8 +266,8 @@ class RowFiles:
         if (others < 0).any():
             raise ValueError(
                 f"{self.record(int(own[0])).location}: --loss_type {' or '.join(ANSWER_LOSSES)} "
-                "needs answers to two prompts or more, to estimate the KL divergence from those to "
-                "other prompts; all rows have this one"
+                "needs answers to at least two prompts, to estimate the KL divergence from "
+                "mismatched ones; all rows have this prompt"
             )
         return pool[others]
 

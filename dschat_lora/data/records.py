@@ -185,10 +185,10 @@ def _preference(row: ParsedRow, chat: Chat, kind: DataKind) -> TextRecord:
         roles = [message["role"] for message in answer]
         if roles != ["assistant"]:
             raise ValueError(
-                f"`{name}` must add one assistant message to the prompt, it adds {roles}"
+                f"`{name}` must add one assistant message to the prompt, but adds {roles}"
             )
         if not prompt:
-            raise ValueError("the first message is the assistant's; it answers nothing")
+            raise ValueError("the first message is from the assistant, without a prompt")
         pair.append(answer_spans([*prompt, *answer], len(prompt), chat))
         lost |= dict.fromkeys(left_out([*prompt, *answer], chat))
     # What a template opens an answer with may depend on it: both follow the shorter prompt.

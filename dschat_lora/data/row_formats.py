@@ -80,7 +80,7 @@ def row_of(name: str, value: object) -> dict[str, Any]:
     """
     rows = row_formats()[name].rows(value)
     if len(rows) != 1:
-        raise ValueError(f"{name} makes {len(rows)} rows of this, where one belongs")
+        raise ValueError(f"{name} makes {len(rows)} rows of this instead of one")
     return rows[0]
 
 

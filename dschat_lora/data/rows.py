@@ -282,9 +282,9 @@ def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
     else:  # up to a whole word; the white space belongs to the answer, as in the Assistant format
         length = max((i for i in range(length) if chosen[i].isspace()), default=0)
     if length == 0:
-        raise ValueError("`chosen` and `rejected` begin differently; give their `prompt`")
+        raise ValueError("`chosen` and `rejected` have no common prefix; give their `prompt`")
     if not (chosen[length:] and rejected[length:]):
-        raise ValueError("one of `chosen` and `rejected` adds nothing to the shared prompt")
+        raise ValueError("one of `chosen` and `rejected` is empty after the shared prompt")
     return chosen[:length], chosen[length:], rejected[length:]
 
 
@@ -303,14 +303,14 @@ def require_usable(
         reason = "this stage compares a better and a worse answer"
     elif kind == "unpaired" and row.kind not in ("preference", "unpaired preference"):
         lacks = "'label', or 'chosen' and 'rejected'"
-        reason = "this loss needs answers that are said to be good or bad"
+        reason = "this loss needs answers labelled good or bad"
     elif kind == "prompts" and row.kind == "text":
-        lacks, reason = "'prompt'", "this stage answers prompts"
+        lacks, reason = "'prompt'", "this stage needs prompts"
     elif kind == "samples" and row.kind == "prompt":
         lacks = "'completion'"
         reason = (
-            "name the text to learn 'completion': a prompt alone has no answer "
-            "(--columns completion=COLUMN)"
+            "a prompt alone has no answer: name the text to train on 'completion' (--columns "
+            "completion=COLUMN)"
         )
     else:
         lacks = reason = ""
@@ -328,8 +328,8 @@ def require_usable(
     if kind == "samples" and options.unpaired == "refuse":
         raise RowError(
             row.location,
-            "row has a `label`, so its answer may be a bad one; --unpaired_rows good_only learns "
-            "those with label true, all learns every answer",
+            "row has a `label`, so its answer may be bad; --unpaired_rows good_only trains on "
+            "those with label true, all on every answer",
         )
     return row
 
@@ -353,11 +353,11 @@ def _check_media(values: Mapping[str, Any], read: Sequence[str]) -> None:
     columns = [name for name in MEDIA if name in values]
     if columns and (medium := medium_of(values)) is not None:
         plural = medium.removesuffix("s") + "s"
-        raise ValueError(f"`{medium}` is not empty; text alone trains, without {plural}")
+        raise ValueError(f"`{medium}` is not empty; only text is trained on, without {plural}")
     for name in columns:
         sign = f"<{name.removesuffix('s')}>"
         if sign in str(values):
-            reason = "" if name in read else "; text alone trains"
+            reason = "" if name in read else "; only text is supported"
             raise ValueError(f"a text has {sign}, and `{name}` is empty{reason}")
 
 

@@ -93,7 +93,7 @@ def find_source(option: str, entry: str, split: str | None = None) -> DataSource
         ValueError: naming the option, if the path is missing or holds no data file.
     """
     if not entry:
-        raise ValueError(f"--{option} is empty; leave it out for the bundled data")
+        raise ValueError(f"--{option} is empty; omit it to use the bundled data")
     path, label = Path(entry).expanduser(), f"--{option} {entry}"
     if is_held(entry):
         _check_no_split(label, "rows in memory", split)
@@ -108,7 +108,7 @@ def find_source(option: str, entry: str, split: str | None = None) -> DataSource
     if path.is_file():
         return DataSource(option, entry, (_checked_file(label, path, split),))
     if path.exists():  # a pipe would be waited for, and a device has no end
-        raise ValueError(f"{label} is no regular file; give a file ({data_files()})")
+        raise ValueError(f"{label} is not a regular file; give a file ({data_files()})")
     if any(sign in entry for sign in "*?["):
         return DataSource(option, entry, _files_of_pattern(label, path, split))
     # In a local directory a hub name was hardly meant.
@@ -131,8 +131,8 @@ def _checked_file(label: str, path: Path, split: str | None) -> Path:
         raise ValueError(f"{label} describes a data set; give its directory, {path.parent}")
     if data_suffix(path) is None:
         raise ValueError(
-            f"{label} is a file of another kind; use {data_files()}, a directory of such files, or "
-            "a hub name"
+            f"{label} is not a supported file type; use {data_files()}, a directory of such "
+            "files, or a hub name"
         )
     _check_no_split(label, "a file", split)
     return path
@@ -215,7 +215,7 @@ def files_of_directory(label: str, directory: Path, split: str | None) -> tuple[
     if not files:
         held = ", ".join(path.name for path in names[:5]) or "nothing"
         raise ValueError(
-            f"{label} is a directory without a data file; it holds {held}; files may be "
+            f"{label} is a directory without data files; it contains {held}; files may be "
             f"{data_files()}"
         )
     if split is None and not any(SHARD.match(path.name) for path in files):
@@ -236,7 +236,7 @@ def _saved_files(label: str, directory: Path, split: str | None) -> tuple[Path, 
     files = tuple(directory / Path(entry["filename"]).name for entry in entries)
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{described} names {file.name}, which is not there")
+            raise ValueError(f"{described} names {file.name}, which does not exist")
     return files
 
 
@@ -271,7 +271,9 @@ def _files_of_split(
     folders = sorted({path.parent for path in taken if SHARD.match(path.name)})
     if len(folders) > 1:
         sets = ", ".join(str(folder.relative_to(directory)) for folder in folders[:5])
-        raise ValueError(f"{label} holds several data sets: {sets}; name one of these directories")
+        raise ValueError(
+            f"{label} contains several data sets: {sets}; give one of these directories"
+        )
     return taken
 
 

@@ -90,10 +90,10 @@ def read_chat_template(path: str) -> str:
         variables = find_undeclared_variables(parser.parse(text))
     except jinja2.TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error.message}"
-        raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from error
+        raise ValueError(f"--chat_template {path} is not a Jinja template: {reason}") from error
     except RecursionError:
         reason = "it is nested too deeply"
-        raise ValueError(f"--chat_template {path} is no Jinja template: {reason}") from None
+        raise ValueError(f"--chat_template {path} is not a Jinja template: {reason}") from None
     if "messages" not in variables:
         raise ValueError(f"--chat_template {path} must be a Jinja template that renders `messages`")
     return text

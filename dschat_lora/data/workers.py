@@ -78,8 +78,8 @@ def ordered_map(
                     yield waiting.popleft().result()
             except BrokenProcessPool as error:
                 raise ChildProcessError(
-                    "a process that prepares data was killed, perhaps for lack of memory; "
-                    f"--preprocessing_num_workers {max(1, workers // 2)} needs less of it"
+                    "a process that prepares data was killed, perhaps out of memory; "
+                    f"--preprocessing_num_workers {max(1, workers // 2)} needs less"
                 ) from error
 
         try:

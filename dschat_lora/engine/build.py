@@ -73,7 +73,7 @@ class TrainEngine(Generic[NetworkT]):
         native = settings.native_dtype(self._parameters)
         if native == "fp16" and self.device.type == "cpu":
             raise ValueError(
-                "--dtype fp16 on CPU trains adapters only; use --lora_dim > 0, or --dtype bf16"
+                "--dtype fp16 on CPU supports adapters only; use --lora_dim > 0, or --dtype bf16"
             )
         self.zero_stage = settings.stage_in_use(native)
         self.adam = settings.optimizer(groups)

@@ -61,7 +61,7 @@ def read_deepspeed_json(path: str | None) -> dict[str, Any]:
     ``path`` may be the text of the object itself.
 
     Raises:
-        ValueError: if the file cannot be read or is no JSON object.
+        ValueError: if the file cannot be read or is not a JSON object.
     """
     if path is None:
         return {}
@@ -147,7 +147,7 @@ def stated_values(
         if name in given and values[name] != stated:
             raise ValueError(
                 f"--deepspeed_config {path} sets {field} to {stated!r}, but --{name} is "
-                f'{values[name]!r}; drop one of them, or write "{AUTO}" in the file'
+                f'{values[name]!r}; remove one of them, or write "{AUTO}" in the file'
             )
         values[name] = stated
     _refuse_foreign(path, content, parallel)
@@ -287,8 +287,8 @@ def _refuse_foreign(path: str | None, content: Mapping[str, Any], parallel: Para
     for name in _FOREIGN:
         if name in content:
             raise ValueError(
-                f"--deepspeed_config {path} has {name}, which knows nothing of adapters; remove it "
-                "there, and use --tensor_parallel_size (and --sequence_parallel), or "
+                f"--deepspeed_config {path} has {name}, which does not support adapters; remove "
+                "it there, and use --tensor_parallel_size (and --sequence_parallel), or "
                 "--context_parallel_size"
             )
     stated = _without_auto(content.get("zero_optimization", {}))

@@ -200,7 +200,7 @@ class FailureDetector:
         limit = self.timeout + (0 if self.rank == 0 else 2 * self._interval())
         for rank, heard in self._last_heard.items():
             if rank not in self._left and now - heard > limit:
-                silent = f"not heard of for {self.timeout:g} s: stopped, or the network is cut"
+                silent = f"no sign of life for {self.timeout:g} s: stopped, or the network is cut"
                 with self._lock:
                     self._lost.setdefault(rank, silent)
                     self._noticed = self._noticed or now

@@ -38,7 +38,7 @@ _BUILDS = {
     "cu126": _Build((2, 6), 525, (5, 0), (9, 0)),
 }
 ROOT = Path("/")  # of the files by which the driver shows itself
-_OR_THE_CPU = "or compute on the CPU by DS_ACCELERATOR=cpu"
+_OR_THE_CPU = "or use the CPU with DS_ACCELERATOR=cpu"
 _TRIAL_SECONDS = 120
 TRIAL = """
 import sys, torch
@@ -99,9 +99,9 @@ def _unseen_gpu() -> tuple[str, str] | None:
         elif version >= OLDEST_DRIVERS[12] and "cu126" in builds:
             remedy = f"{remedy} or {_install(version, capabilities)}"
         return reason, f"{remedy}, {_OR_THE_CPU}"
-    remedies = ["see what nvidia-smi shows; after an update of the driver restart the machine"]
+    remedies = ["check nvidia-smi; after a driver update restart the machine"]
     if not cards:
-        reason = f"{reason}, and no card is shown here"
+        reason = f"{reason}, and no GPU is visible"
         ask = "start a container with docker run --gpus all, a Slurm job with --gres=gpu:1"
         remedies = [ask, *(remedies if files else [])]
     if cards or files:
@@ -149,11 +149,11 @@ def _install(driver: int, capabilities: Collection[Capability]) -> str:
     if not builds:
         lowest, highest = (".".join(map(str, end(capabilities))) for end in (min, max))
         if min(capabilities) < _BUILDS["cu126"].lowest:
-            return f"use a card of compute capability 5.0 or above, which {lowest} is not"
+            return f"use a GPU of compute capability 5.0 or above, which {lowest} is not"
         return (
-            f"no one build of torch serves compute capabilities {lowest} and {highest}: name cards "
-            f"of one of them in CUDA_VISIBLE_DEVICES, and for those up to 9.0 {_command('cu126')}, "
-            f"for newer ones {_update(580)} and {_command('cu130')}"
+            f"no single build of torch supports compute capabilities {lowest} and {highest}: name "
+            "cards of one of them in CUDA_VISIBLE_DEVICES, and for those up to 9.0 "
+            f"{_command('cu126')}, for newer ones {_update(580)} and {_command('cu130')}"
         )
     if release is not None:
         builds = [name for name in builds if release >= _BUILDS[name].first] or builds
@@ -231,7 +231,7 @@ def allow_expandable_segments(number: int) -> str | None:
     chosen = {names[0]: "expandable_segments:True"}
     command = [sys.executable, "-c", TRIAL, f"cuda:{number}"]
     refused = "the GPU refuses expandable segments, without which memory may be fragmented"
-    full = "another program fills the GPU, where expandable segments cannot be tried"
+    full = "another program uses all GPU memory, so expandable segments cannot be tested"
     try:
         done = subprocess.run(
             command,

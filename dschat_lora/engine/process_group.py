@@ -59,9 +59,9 @@ def init_distributed() -> str | None:
     except dist.DistNetworkError as error:
         port = os.environ["MASTER_PORT"]
         raise ValueError(
-            f"the processes cannot meet at {os.environ['MASTER_ADDR']}:{port}, perhaps because "
-            f"another run took the port; start again, or choose one with: deepspeed "
-            f"--master_port PORT ... ({error})"
+            f"the processes cannot connect at {os.environ['MASTER_ADDR']}:{port}, perhaps because "
+            "another run took the port; start again, or choose one with: deepspeed --master_port "
+            f"PORT ... ({error})"
         ) from error
     # Torch puts ``[rank0]:`` before tracebacks, and does so again in each group.
     names_the_rank = getattr(hook, "__module__", None) == dist.distributed_c10d.__name__

@@ -122,7 +122,8 @@ def _checked(name: str, default: str, allowed: range) -> int:
         os.environ.pop("RANK", None)  # for rank 0 alone tells an error
         raise ValueError(
             f"the environment variable {name} must be a whole number from {allowed[0]} to "
-            f"{allowed[-1]}, as launchers set it, got {text!r}; without WORLD_SIZE one process runs"
+            f"{allowed[-1]}, as launchers set it, got {text!r}; without WORLD_SIZE a single "
+            "process runs"
         )
     return int(text)
 
@@ -308,8 +309,8 @@ def _connected(me: Member, deadline: float) -> socket.socket:
                 place = "this host" if is_one_host() else f"{address}:{port}"
                 raise ValueError(
                     f"host {me.host}, rank {me.rank}: rank 0 does not answer at {place} within "
-                    f"{MEETING_SECONDS:g} s ({error}): it has not started, or a firewall is in "
-                    "between; see docs/scaling.md#several-hosts"
+                    f"{MEETING_SECONDS:g} s ({error}): it has not started, or a firewall blocks "
+                    "it; see docs/scaling.md#several-hosts"
                 ) from error
         time.sleep(0.02 if is_one_host() else 0.2)
 

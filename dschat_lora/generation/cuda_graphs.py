@@ -57,7 +57,7 @@ class RecordedSteps:
             if device.type != "cuda":
                 step()
             elif (place := run_watching(step)) is not None:
-                self._give_up(f"the model waits for the GPU at {place}")
+                self._give_up(f"the model synchronizes with the GPU at {place}")
         else:
             if len(self._recorded) == MOST_SHAPES:
                 self._recorded.clear()

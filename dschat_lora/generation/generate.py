@@ -329,7 +329,7 @@ def _check_prompts(
     assert not model.training, "responses are decoded in evaluation mode"
     empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
-        raise ValueError(f"prompt {empty[0]} is empty; a response needs a token to follow")
+        raise ValueError(f"prompt {empty[0]} is empty; at least one token is needed")
     limit = getattr(model.config, "max_position_embeddings", None)
     pairs = zip(prompts, max_new_tokens, strict=True)
     longest, new = max(((len(prompt), new) for prompt, new in pairs), key=sum, default=(0, 0))
@@ -354,7 +354,7 @@ def check_cache(model: PreTrainedModel) -> None:
     if not TRIED[model]:
         warnings.warn(
             f"decoding without a cache, more slowly: with it, {type(model).__name__} computes "
-            f"other logits than without (relative error {error:.1g})",
+            f"different logits than without (relative error {error:.1g})",
             stacklevel=2,
         )
 
@@ -409,7 +409,7 @@ def _cache_error(model: PreTrainedModel) -> tuple[float, str]:
     error = (cached - whole).norm() / whole.norm().clamp(min=1e-12)
     relative = float(error.nan_to_num(torch.inf))
     name = type(model).__name__
-    return relative, f"with them, {name} computes other logits (relative error {relative:.1g})"
+    return relative, f"with them, {name} computes different logits (relative error {relative:.1g})"
 
 
 class _Forced:

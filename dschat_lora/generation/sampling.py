@@ -128,7 +128,7 @@ def keep_top(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def undrawn_reason(broken_weights: Sequence[str]) -> str:
     """Why no token could be drawn, given the names of weights that are not finite."""
-    reason = "no token can be drawn: the model's logits are not finite"
+    reason = "no token can be sampled: the model's logits are not finite"
     if not broken_weights:
         return reason
     more = f" and {len(broken_weights) - 1} more" if broken_weights[1:] else ""

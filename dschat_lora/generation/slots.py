@@ -96,7 +96,7 @@ class SlotRows:
         if windows is None or not takes_cache(model):
             raise ValueError(
                 f"{type(model).__name__} cannot decode several requests in one batch: it has "
-                "layers whose states our cache does not hold"
+                "layers whose states the KV cache does not support"
             )
         self.model, self._adapters, self._pad_id = model, adapters, pad_id
         self._windows, self.device = windows, model.device

@@ -21,8 +21,8 @@ def stop_ids(tokenizer: Tokenizer, model: PreTrainedModel, stop_tokens: Sequence
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ValueError(
-                f"--stop_tokens {text!r} is {len(ids)} tokens of the actor's tokenizer, it must be "
-                "one; for other texts there is --stop_strings"
+                f"--stop_tokens {text!r} is {len(ids)} tokens of the actor's tokenizer, but must "
+                "be one; use --stop_strings for other texts"
             )
         typed += ids
     return list(dict.fromkeys([*end_ids(tokenizer), *map(int, configured), *typed]))

@@ -93,8 +93,8 @@ def check_mergeable(model: nn.Module) -> None:
     for name in untied_by_merge(model):
         if id(state[names[name]]) not in embeddings:
             raise ValueError(
-                f"this model cannot be merged: blocks share {name}, with an adapter for each, and "
-                "a merged model can hold one value of it; use the adapter unmerged"
+                f"this model cannot be merged: blocks share {name}, but each has its own adapter; "
+                "use the adapter unmerged"
             )
 
 
@@ -126,8 +126,8 @@ def check_merge(report: MergeReport, *, max_kl: float) -> None:
     """
     if not report.kl_nats_per_token <= max_kl:
         raise ValueError(
-            f"the merged weights move the distribution by {report.kl_nats_per_token:.3g} nats per "
-            f"token (largest logit difference {report.max_abs_logit:.3g}), more than "
+            f"the merged weights change the output distribution by {report.kl_nats_per_token:.3g} "
+            f"nats per token (largest logit difference {report.max_abs_logit:.3g}), more than "
             f"--merge_max_kl {max_kl:g}; use the adapter unmerged, or merge into an fp32 base"
         )
 

@@ -268,12 +268,12 @@ def _check_parallel(model: nn.Module, config: LoraConfig, saved: list[str]) -> N
         option = "--train_bias all" if config.only_optimize_lora else "--no-only_optimize_lora"
         raise ValueError(
             f"{option} trains parts of the base outside the adapted layers, which "
-            "--tensor_parallel_size above 1 does not; use --train_bias none or lora_only"
+            "--tensor_parallel_size above 1 does not support; use --train_bias none or lora_only"
         )
     if config.enable_lora:
         raise ValueError(
-            f"--enable_lora {' '.join(config.enable_lora)} is for whole layers, not for "
-            "--tensor_parallel_size above 1; without it the packed layer has one pair of factors"
+            f"--enable_lora {' '.join(config.enable_lora)} is not supported with "
+            "--tensor_parallel_size above 1; without it the packed layer has one lora_A and lora_B"
         )
 
 

@@ -76,7 +76,7 @@ def length_warning(config: ScheduleConfig, num_steps: int) -> str | None:
         return None
     return (
         f"the run has {counted(num_steps, 'optimizer step')} and --num_warmup_steps {warmup}: the "
-        f"rate never reaches its peak; warm up for {num_steps // 10} steps, or train longer"
+        f"learning rate never reaches its peak; warm up for {num_steps // 10} steps, or train longer"
     )
 
 
@@ -94,18 +94,18 @@ def capacity_warnings(
     warnings = []
     if samples_per_step > MOST_SAMPLES:
         warnings.append(
-            f"a step has about {samples_per_step:,.0f} samples, a packed row counted as one: "
-            f"batches above {MOST_SAMPLES} cost adapters more loss than full fine-tuning, whatever "
-            "their rank; lower --gradient_accumulation_steps or --per_device_train_batch_size"
+            f"a step has about {samples_per_step:,.0f} samples, a packed row counted as one: with "
+            f"batches above {MOST_SAMPLES} adapters lose more than full fine-tuning at any rank; "
+            "lower --gradient_accumulation_steps or --per_device_train_batch_size"
         )
     held, brought = BITS_PER_PARAMETER * parameters, BITS_PER_TOKEN * tokens
     if brought > held:
         rank = int(-(-lora.lora_dim * brought // held))
         remedy = f"try --lora_dim {rank}, or train" if rank < width else "train"
         warnings.append(
-            f"an adapter of {parameters:,} parameters holds about {held:,.0f} bits, and the data's "
-            f"{tokens:,} supervised tokens bring about {brought:,.0f}: from some step on it learns "
-            f"more slowly than full fine-tuning; {remedy} all weights"
+            f"an adapter of {parameters:,} parameters holds about {held:,.0f} bits, and the "
+            f"data's {tokens:,} supervised tokens bring about {brought:,.0f}: at some point it "
+            f"will learn more slowly than full fine-tuning; {remedy} all weights"
         )
     return warnings
 
@@ -118,7 +118,7 @@ def octaves_above(rate: float, octaves: int) -> float:
 def base_rate(optim: OptimConfig) -> float:
     """Peak rate of base weights: the one given or, with ``auto``, that of the rules."""
     if optim.learning_rate == "auto":
-        assert optim.ruled is not None, "the rules want to know the model"
+        assert optim.ruled is not None, "the rules need the model"
         return optim.ruled[0]
     return optim.learning_rate
 
@@ -150,14 +150,14 @@ def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:
     rate, full = adapter_learning_rate(optim), min(base_rate(optim), most)
     if rate < 2 * full:
         return (
-            f"adapters train at {rate:g}, a rate of full fine-tuning; about 10 times as much is "
-            f"best as a rule: try --lora_learning_rate {full * BEST_MULTIPLIER:g}"
+            f"adapters train at {rate:g}, a learning rate of full fine-tuning; about 10 times "
+            f"that is usually best: try --lora_learning_rate {full * BEST_MULTIPLIER:g}"
         )
     multiplier = optim.lora_lr_multiplier
     if multiplier is not None and multiplier > MAX_MULTIPLIER:
         return (
-            f"--lora_lr_multiplier {multiplier:g} is above {MAX_MULTIPLIER:g}, the most that was "
-            "found to help, in runs of about 100 steps; start at 10"
+            f"--lora_lr_multiplier {multiplier:g} is above {MAX_MULTIPLIER:g}, the highest that "
+            "helped in measurements, in runs of about 100 steps; start at 10"
         )
     return None
 
@@ -197,8 +197,8 @@ def parameter_groups(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any
     experts = set(filter(is_of_expert, own)) if expert_rate is not None else set()
     if expert_rate is not None and not experts:
         raise ValueError(
-            f"--expert_learning_rate {expert_rate:g} is for experts, and the adapter has factors "
-            "of none; drop the option"
+            f"--expert_learning_rate {expert_rate:g} is for MoE experts, but the adapter has "
+            "none; drop the option"
         )
     rest_rate: float | None = getattr(model, "rest_rate", None)
     beside = getattr(model, "rest", ()) if rest_rate is not None else ()

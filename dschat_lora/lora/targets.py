@@ -88,7 +88,7 @@ def _check_not_frozen(
                 f"--target_modules {target!r}" if part is None else f"--lora_module_name {part!r}"
             )
             raise ValueError(
-                f"{option} names experts, and --expert_lora_dim 0 leaves them frozen; drop one"
+                f"{option} matches experts, but --expert_lora_dim 0 leaves them frozen; drop one"
             )
 
 
@@ -184,7 +184,7 @@ def bypassed_layers(model: nn.Module, chosen: Collection[str], config: LoraConfi
     if bypassed and by_name:
         raise ValueError(
             f"the layers to adapt include {_BYPASSED!r}, whose adapter the GPU kernel of Mamba "
-            f"blocks ({kind}) would pass by, and which PEFT refuses: leave it out, or use "
+            f"blocks ({kind}) would bypass, and which PEFT rejects: exclude it, or use "
             f"--target_modules {ALL_LINEAR}"
         )
     return bypassed
@@ -205,7 +205,7 @@ def choose_saved(model: nn.Module, endings: Collection[str]) -> list[str]:
     for name in matched:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"--modules_to_save {name!r} is a list of modules, not a module; name its members"
+                f"--modules_to_save {name!r} is a list of modules, not a module; give its members"
             )
     return [
         name for name in modules if name in matched and not is_inside(name, matched, strictly=True)
@@ -234,8 +234,8 @@ def packed_groups(
         if packed is None or not is_ending(name, packed):
             use = f"--target_modules {packed}" if packed else "it with one of " + ", ".join(_PACKED)
             raise ValueError(
-                f"--enable_lora {' '.join(parts)}: {name} of this model ({kind}) does not hold "
-                f"q, k and v one after another; use {use}"
+                f"--enable_lora {' '.join(parts)}: {name} of this model ({kind}) is not a "
+                f"concatenation of q, k and v; use {use}"
             )
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -308,7 +308,7 @@ def minimal_saved_endings(names: Collection[str], all_names: Iterable[str]) -> l
     """
     endings = _endings(names, all_names, str.endswith)
     if endings is None:
-        raise ValueError(f"--modules_to_save {sorted(names)}: PEFT would save further modules too")
+        raise ValueError(f"--modules_to_save {sorted(names)}: PEFT would save other modules too")
     return endings
 
 
@@ -318,14 +318,14 @@ def matching_key(keys: Iterable[str], name: str) -> str | None:
     A key is a regular expression of a whole name, or of its end after a dot.
 
     Raises:
-        ValueError: if one is no regular expression, or takes too long.
+        ValueError: if one is not a regular expression, or takes too long.
     """
     for key in keys:
         try:
             if regex.fullmatch(rf"(.*\.)?({key})", name, timeout=PATTERN_SECONDS):
                 return key
         except regex.error as error:
-            raise ValueError(f"{key!r} is no regular expression: {error}") from None
+            raise ValueError(f"{key!r} is not a regular expression: {error}") from None
         except TimeoutError:
             raise ValueError(
                 f"{key!r} takes more than {PATTERN_SECONDS:g} s to match a name"
@@ -358,7 +358,7 @@ def _matching_regex(pattern: str, names: list[str]) -> set[str]:
         chosen = {name for name in names if compiled.fullmatch(name, timeout=PATTERN_SECONDS)}
     except regex.error as error:
         raise ValueError(
-            f"--target_modules {pattern!r} is no regular expression: {error}"
+            f"--target_modules {pattern!r} is not a regular expression: {error}"
         ) from None
     except TimeoutError:
         raise ValueError(
@@ -374,7 +374,7 @@ def _matching_names(model: nn.Module, targets: tuple[str, ...], names: list[str]
     for target in targets:
         if target == ALL_LINEAR or _REGEX_CHARACTERS & set(target):
             raise ValueError(
-                f"--target_modules {target!r} must stand alone, got {len(targets)} values"
+                f"--target_modules {target!r} must be the only value, got {len(targets)} values"
             )
         hits = {name for name in names if is_ending(name, target)}
         path, dot, last = target.rpartition(".")

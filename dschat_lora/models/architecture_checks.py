@@ -61,12 +61,12 @@ def check_architecture(
             ) from error
     if report.causal_error > _LATER[backbone.model.dtype]:
         raise ValueError(
-            f"{kind} is no causal language model: of a sample of random tokens, hidden states "
-            f"change with the tokens after them (relative error {report.causal_error:.1g})"
+            f"{kind} is not a causal language model: on random tokens, hidden states depend on "
+            f"later tokens (relative error {report.causal_error:.1g})"
         )
     if report.row_error > _WRONG[backbone.model.dtype]:
         raise ValueError(
-            f"{kind} cannot be trained rightly: hidden states of random samples in padded rows "
+            f"{kind} cannot be trained correctly: hidden states of random samples in padded rows "
             f"differ from those of each sample alone (relative error {report.row_error:.1g})"
         )
     return report

@@ -77,8 +77,8 @@ def checkpoint_offloaded(
     hidden = inputs[0] if inputs else None
     if not isinstance(hidden, Tensor):
         raise ValueError(
-            "--offload_activations: the blocks of this model are not given their hidden states "
-            "first; drop the option"
+            "--offload_activations: the blocks of this model do not take the hidden states as "
+            "first argument; drop the option"
         )
 
     # Not the tensor itself: autograd keeps both functions as long as what they return.
@@ -197,7 +197,7 @@ def check_compiler(device: torch.device, option: str = "--compile") -> None:
         reason = str(error).strip().splitlines()[0]
         language, program, variable = compiler_for(device)
         raise ValueError(
-            f"{option} needs a {language} compiler such as {program} that works here, and Python's "
+            f"{option} needs a {language} compiler such as {program} that works, and Python's "
             f"headers ({reason}); install them, name the compiler by the environment variable "
             f"{variable}, or drop the option"
         ) from error
@@ -218,8 +218,8 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     blocks = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not blocks:
         raise ValueError(
-            f"--compile compiles a model's blocks, and {type(model).__name__} has none that "
-            "transformers knows; drop the option"
+            f"--compile compiles transformer blocks, but {type(model).__name__} declares none in "
+            "transformers; drop the option"
         )
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, _MOST_VARIANTS)

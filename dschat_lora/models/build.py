@@ -211,8 +211,8 @@ def attach_media(adapted: AdaptedModel, media: MediaReader | None, base: str | N
         vars(adapted.model)["media"] = media.facts
     elif beside := [n for n in adapted.targets if is_inside(n, getattr(adapted.model, "rest", ()))]:
         raise ValueError(
-            f"the adapter has factors of {beside[0]}, which rows of text alone do not train; leave "
-            "such layers out, or merge the adapter first"
+            f"the adapter has factors of {beside[0]}, which text-only rows do not train; exclude "
+            "such layers, or merge the adapter first"
         )
 
 
@@ -251,12 +251,12 @@ def _check_experts(
         return
     if not experts:
         raise ValueError(
-            f"{option} is for mixtures of experts, and this model has no experts that could be "
-            "adapted; drop the option"
+            f"{option} is for mixtures of experts, but this model has no experts to adapt; drop "
+            "the option"
         )
     raise ValueError(
-        f"{option} is for experts, and none is among the layers to adapt; drop the option, or name "
-        "experts in --target_modules"
+        f"{option} is for experts, but none are among the adapted layers; drop the option, or add "
+        "experts to --target_modules"
     )
 
 
@@ -323,17 +323,17 @@ def base_warning(
     where = f"the adapter {source.adapter} was trained on"
     if own.base_fingerprint and own.base_fingerprint != weights_fingerprint(source.base):
         return (
-            f"{where} other weight files than {source.base} holds now; answers may differ from "
-            "those that it was trained to give"
+            f"{where} other weight files than {source.base} has now; its outputs may differ from "
+            "those in training"
         )
     if own.base_bits == bits:
         return None
-    words = f"{where} a {own.base_bits}-bit base, and this one has {bits} bits"
+    words = f"{where} a {own.base_bits}-bit base, but this one has {bits} bits"
     if group_of(model) is None and not any(p.is_meta for p in model.parameters()):
         for path in provided("base_distance").values():
             apart = load(path)(model, source, tokenizer, bits)
             words += f": {apart:.2g} nats per token (KL) apart"
-    return f"{words}; --base_bits {own.base_bits} gives its own"
+    return f"{words}; --base_bits {own.base_bits} restores it"
 
 
 def _check_layers(model: PreTrainedModel, adapter: Path, stored: LoraConfig) -> None:
@@ -348,11 +348,11 @@ def _check_layers(model: PreTrainedModel, adapter: Path, stored: LoraConfig) -> 
     if lost[0] in named:
         kind = type(named[lost[0]]).__name__
         raise ValueError(
-            f"{words}is a {kind} that takes no adapter here: merge the adapter into its base with "
-            "PEFT and train on the result"
+            f"{words}is a {kind} that does not support adapters here: merge the adapter into its "
+            "base with PEFT and train the result"
         )
     raise ValueError(
-        f"{words}is no layer of this model"
+        f"{words}is not a layer of this model"
         + ("" if where is None else f": of a composite model {where} alone is loaded")
     )
 
@@ -381,14 +381,14 @@ def _fit_vocabulary(
         words = f"the tokenizer has {len(tokenizer)} tokens, the model {rows}"
         if config.add_eot_token and int(tokenizer.eos_token_id) >= rows:
             raise ValueError(
-                f"{words}: a new --eot_token has no trained embedding, and LoRA would leave it so; "
-                "use a token the model knows"
+                f"{words}: a new --eot_token has an untrained embedding, which LoRA does not "
+                "train; use a token the model knows"
             )
         raise ValueError(
             f"{words}: the tokenizer's tokens from {rows} on "
             f"({tokenizer.convert_ids_to_tokens(rows)!r}, ...) have no embedding, and LoRA would "
-            "not train one; use the tokenizer that belongs to the model, or resize the model's "
-            "embedding to it and train every weight (--lora_dim 0)"
+            "not train one; use the model's own tokenizer, or resize the embedding and train all "
+            "weights (--lora_dim 0)"
         )
     model.resize_token_embeddings(len(tokenizer))
 
@@ -415,7 +415,7 @@ def peft_warning(model: nn.Module) -> str | None:
         return None
     name, new = next(iter(renamed.items()))
     return (
-        f"stock PEFT drops the factors of {len(renamed)} layers such as {name}, which transformers "
-        f"renames to {new}; this package and `merge` keep them: for use in PEFT leave them out "
-        "with --target_modules"
+        f"stock PEFT drops the factors of {len(renamed)} layers such as {name}, which "
+        f"transformers renames to {new}; this package and `merge` keep them: to use the adapter "
+        "in PEFT, exclude them with --target_modules"
     )

@@ -70,8 +70,8 @@ def balancing_loss(model: PreTrainedModel, coefficient: float) -> Balancing | No
     loss: Balancing | None = getattr(sys.modules[type(model).__module__], _BALANCE, None)
     if coefficient and loss is None:
         raise ValueError(
-            f"--router_aux_loss_coef {coefficient:g}: {type(model).__name__} of "
-            "transformers has no load-balancing loss; drop the option"
+            f"--router_aux_loss_coef {coefficient:g}: {type(model).__name__} has no "
+            "load-balancing loss in transformers; drop the option"
         )
     return loss
 

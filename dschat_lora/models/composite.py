@@ -138,7 +138,7 @@ def merged_words(model: PreTrainedModel) -> str | None:
         kind = whole.model_type
         return f"it is the text model alone: transformers has no reward model of {kind}"
     kept = "merged too" if model.rest else "unchanged"
-    return f"it is a {whole.model_type} model as before: {', '.join(model.place.left_out)} {kept}"
+    return f"it is still a {whole.model_type} model: {', '.join(model.place.left_out)} {kept}"
 
 
 def check_alone(model: PreTrainedModel) -> None:
@@ -153,7 +153,7 @@ def check_alone(model: PreTrainedModel) -> None:
     if whole is None or whole.model_type in TRIED:
         return
     if group_of(model) is not None:
-        raise ValueError(_cannot(whole, "untried with --tensor_parallel_size above 1"))
+        raise ValueError(_cannot(whole, "not tested with --tensor_parallel_size above 1"))
     shell, is_causal = model.on_meta(), "lm_head" in model.paths
     for part in model.paths.values() if is_causal else [model.text_path]:
         replace_part(shell, part, model.get_submodule(part))

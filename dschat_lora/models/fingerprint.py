@@ -172,7 +172,7 @@ def saved_model(model: PreTrainedModel, tokenizer: Tokenizer) -> Path:
         )
     if hasattr(model, "peft_config"):
         raise TypeError(
-            "model has an adapter of PEFT: save it by save_pretrained and give its path, or call "
+            "model has a PEFT adapter: save it with save_pretrained and give its path, or call "
             "merge_and_unload first"
         )
     if not hasattr(tokenizer, "save_pretrained"):

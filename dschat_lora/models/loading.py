@@ -105,7 +105,7 @@ def load_config(path: str, config: ModelConfig) -> PretrainedConfig:
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(
             f"--model_name_or_path {path}: {model_config.model_type} models are encoder-decoders, "
-            "and only decoders train here: causal language models such as Llama, Qwen or OPT"
+            "but only decoders can be trained: causal language models such as Llama, Qwen or OPT"
         )
     kind_of(model_config, path)
     for name in _dropouts(model_config):
@@ -123,8 +123,12 @@ def _scale_rope(config: PretrainedConfig, scaling: Mapping[str, Any]) -> None:
     """
     rope, typed = getattr(config, "rope_parameters", None), f"--rope_scaling {json.dumps(scaling)}"
     if not rope or config.nested_rope_parameter_keys(rope):
-        how = "rotates layers of several kinds otherwise" if rope else "has no rotary embeddings"
-        raise ValueError(f"{typed}: a {config.model_type} model {how}; leave the option out")
+        how = (
+            "uses different rotary embeddings in different layers"
+            if rope
+            else "has no rotary embeddings"
+        )
+        raise ValueError(f"{typed}: a {config.model_type} model {how}; drop the option")
     kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     fields = config.to_dict()
     config.max_position_embeddings = position_limit(fields, scaling)
@@ -255,7 +259,7 @@ def attention_errors(model_config: PretrainedConfig, config: ModelConfig) -> Ite
         if "does not support an attention implementation through" in str(error):
             raise ValueError(
                 f"--attn_implementation {config.attn_implementation}: {model_config.model_type} "
-                "has no such kernel in transformers; leave the option out, which takes another"
+                "has no such implementation in transformers; drop the option to use another"
             ) from error
         raise
 
@@ -264,7 +268,7 @@ def attention_note(model: PreTrainedModel, config: LoadConfig) -> str | None:
     """What to tell of the kernel that ``--attn_implementation auto`` has chosen, if not torch's."""
     chosen = model.config._attn_implementation
     if chosen == "sdpa" and torch.cuda.is_available() and flash_3(torch.device("cuda")) is not None:
-        return f"sequences of {LONG:,} positions and more attend by FlashAttention 3"
+        return f"sequences of at least {LONG:,} positions use FlashAttention 3"
     if config.attn_implementation != "auto" or chosen != "eager":
         return None
     return f"attention is eager: {model.config.model_type} has no sdpa in transformers"
@@ -327,7 +331,7 @@ def hub_errors(option: str, name: str, what: str) -> Iterator[None]:
             raise
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         if "couldn't connect to" in reason:
-            reason = "it is not on this machine, and the hub cannot be reached; name a directory"
+            reason = "it is not on this machine, and the hub cannot be reached; give a directory"
         if "ignore_mismatched_sizes" in reason:
             reason = "its config.json describes weights of other shapes than its files hold"
         raise ValueError(f"{option} {name}: its {what} cannot be loaded: {reason}") from error

@@ -60,19 +60,19 @@ def check_four_bits(lora: LoraConfig, *, trains: bool, tensor_parallel_size: int
     check_installed()
     if tensor_parallel_size > 1:
         raise ValueError(
-            f"--base_bits 4 does not go with --tensor_parallel_size {tensor_parallel_size}: a "
-            "block of 64 weights shares a scale, and cuts of a layer would run through blocks; "
-            "share the weights by --zero_stage 3 instead, or use --base_bits 16"
+            "--base_bits 4 cannot be combined with --tensor_parallel_size "
+            f"{tensor_parallel_size}, which would split blocks of 64 weights with a common scale; "
+            "use --zero_stage 3 to shard the weights instead, or --base_bits 16"
         )
     if trains and lora.lora_dim == 0:
         raise ValueError(
-            "--base_bits 4 holds a base that is frozen, and --lora_dim 0 trains every weight: give "
+            "--base_bits 4 needs a frozen base, but --lora_dim 0 trains all weights: give "
             "--lora_dim 16, or use --base_bits 16"
         )
     if trains and not lora.only_optimize_lora:
         raise ValueError(
-            "--base_bits 4 holds a base that is frozen, and --no-only_optimize_lora trains parts "
-            "of it; drop one"
+            "--base_bits 4 needs a frozen base, but --no-only_optimize_lora trains parts of it; "
+            "drop one"
         )
 
 
@@ -101,13 +101,13 @@ def check_divides(fields: Mapping[str, Any], size: int) -> None:
         return
     if kind not in KINDS:
         raise ValueError(
-            f"--tensor_parallel_size {size}: how to divide a {kind} model is not known; "
-            f"{', '.join(KINDS)} can be divided"
+            f"--tensor_parallel_size {size}: {kind} models are not supported; supported are "
+            f"{', '.join(KINDS)}"
         )
     if fields.get("quantization_config"):
         raise ValueError(
-            f"--tensor_parallel_size {size} reads weights in parts, which quantised ones are not "
-            "read in; use --tensor_parallel_size 1"
+            f"--tensor_parallel_size {size} reads weights in parts, which is not supported for "
+            "quantised weights; use --tensor_parallel_size 1"
         )
     counts = sizes_of(fields)
     common = math.gcd(*counts.values())
@@ -126,8 +126,8 @@ def check_files(directory: Path, size: int) -> None:
         return
     if others := sorted(path.name for path in directory.glob("*.bin")):
         raise ValueError(
-            f"--tensor_parallel_size {size} reads weights in parts, which takes safetensors files, "
-            f"and {directory} has {others[0]}; load and save it with transformers once"
+            f"--tensor_parallel_size {size} reads weights in parts, which needs safetensors "
+            f"files, but {directory} has {others[0]}; load and save it with transformers once"
         )
 
 
@@ -136,8 +136,8 @@ def check_processes(parallel: ParallelConfig, processes: int) -> None:
     tensor, context = parallel.tensor_parallel_size, parallel.context_parallel_size
     if min(tensor, context) > 1:
         raise ValueError(
-            f"--tensor_parallel_size {tensor} divides the model and --context_parallel_size "
-            f"{context} the rows; give one of them"
+            f"--tensor_parallel_size {tensor} and --context_parallel_size {context} cannot be "
+            "combined; give one of them"
         )
     size = parallel.processes_per_share
     option = "context_parallel_size" if context > 1 else "tensor_parallel_size"
@@ -159,21 +159,21 @@ def check_divided_rows(model: ModelConfig, fields: Mapping[str, Any], size: int)
     typed = f"--context_parallel_size {size}"
     if model.attn_implementation not in ("auto", "sdpa"):
         raise ValueError(
-            f"{typed} exchanges the heads of sdpa, and --attn_implementation is "
-            f"{model.attn_implementation}; leave one out"
+            f"{typed} needs sdpa, but --attn_implementation is {model.attn_implementation}; drop "
+            "one"
         )
     for name in ("router_aux_loss_coef", "neftune_noise_alpha"):
         if value := getattr(model, name):
             raise ValueError(
-                f"--{name} {value:g} is about a whole row, of which each process has a part with "
-                f"{typed}; leave one out"
+                f"--{name} {value:g} needs whole rows, but with {typed} each process has a part "
+                "of a row; drop one"
             )
     rope = _rope_of(fields)
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if (kind := part.get("rope_type", part.get("type"))) in ("dynamic", "longrope"):
             raise ValueError(
                 f"{typed}: the model's rotary embeddings of type {kind} depend on the longest "
-                "row, of which each process has a part; leave the option out"
+                "row, of which each process has only a part; drop the option"
             )
     heads = sizes_of(fields).get("attention heads", size)
     if heads % size:
@@ -188,26 +188,25 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
     """Refuse to train parts of a divided model of which each rank has a share alone."""
     if size == 1:
         return
-    reason = f"--tensor_parallel_size {size} trains adapters on a frozen base"
+    reason = f"--tensor_parallel_size {size} only supports adapters on a frozen base"
     if lora.lora_dim == 0:
         raise ValueError(
-            f"--lora_dim 0 trains every weight, and {reason}: give --lora_dim 16, or share all "
-            "weights by --zero_stage 3 instead"
+            f"--lora_dim 0 trains all weights, but {reason}: give --lora_dim 16, or use "
+            "--zero_stage 3 to shard all weights instead"
         )
     if not lora.only_optimize_lora:
         raise ValueError(
-            f"--no-only_optimize_lora trains parts of the base, and {reason}; drop one"
+            f"--no-only_optimize_lora trains parts of the base, but {reason}; drop one"
         )
     if lora.train_bias == "all":
         raise ValueError(
-            f"--train_bias all trains biases outside the adapted layers, and {reason}; use none "
+            f"--train_bias all trains biases outside the adapted layers, but {reason}; use none "
             "or lora_only"
         )
     if lora.enable_lora:
         raise ValueError(
-            f"--enable_lora {' '.join(lora.enable_lora)} gives parts of a layer factors of their "
-            f"own, which --tensor_parallel_size {size} does not divide; without it the packed "
-            "layer has one pair of factors"
+            f"--enable_lora {' '.join(lora.enable_lora)} is not supported with "
+            f"--tensor_parallel_size {size}; without it the packed layer has one lora_A and lora_B"
         )
     for name in lora.modules_to_save:
         if name.rpartition(".")[2] in _VOCABULARIES:
@@ -217,8 +216,8 @@ def check_training(load: LoadConfig, lora: LoraConfig, size: int) -> None:
             )
     if isinstance(load, ModelConfig) and load.dropout:
         raise ValueError(
-            f"--dropout {load.dropout:g} draws otherwise on each process, and those of "
-            f"--tensor_parallel_size {size} compute one model together; use --dropout 0, or "
+            f"--dropout {load.dropout:g} would differ between the processes of "
+            f"--tensor_parallel_size {size}, which compute one model; use --dropout 0, or "
             "--lora_dropout"
         )
 

@@ -77,7 +77,7 @@ def load_reward_model(
     if f"{HEAD}.weight" in missing:
         if seed is None:
             raise ValueError(
-                f"--model_name_or_path {path} is no reward model: it has no {HEAD} head"
+                f"--model_name_or_path {path} is not a reward model: it has no {HEAD} head"
             )
         if not model.score.weight.is_meta:
             init_head_(model.score, seed=seed)
@@ -87,8 +87,8 @@ def load_reward_model(
 def _with_score(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(getattr(model, HEAD, None), nn.Linear):
         raise ValueError(
-            f"a {model.config.model_type} model has no {HEAD!r} head that could be read at the "
-            "last token; use a decoder such as OPT, GPT-2 or Llama"
+            f"a {model.config.model_type} model has no {HEAD!r} head that can be read at the last "
+            "token; use a decoder such as OPT, GPT-2 or Llama"
         )
     return model
 
@@ -108,7 +108,7 @@ def _read(
     check_loaded(_with_score(model), report["missing_keys"], new=_HEAD_PARAMETERS)
     for name, shape, *_ in report["mismatched_keys"]:
         if name.startswith(f"{HEAD}."):
-            raise ValueError(f"a reward model gives one score, it has {shape[0]}")
+            raise ValueError(f"a reward model must have one score, but it has {shape[0]}")
         raise ValueError(f"{name} has the shape {tuple(shape)}, which does not fit")
     return model, set(report["missing_keys"])
 

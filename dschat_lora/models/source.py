@@ -71,8 +71,8 @@ def trained_rope(asked: str | None, source: ModelSource) -> str | None:
     if asked is None or own is None or parse_rope_scaling(asked) == parse_rope_scaling(own):
         return asked if own is None else own
     raise ValueError(
-        f"--rope_scaling {asked}: the adapter {source.adapter} was trained with {own}; leave the "
-        "option out"
+        f"--rope_scaling {asked}: the adapter {source.adapter} was trained with {own}; drop the "
+        "option"
     )
 
 
@@ -89,7 +89,7 @@ def find_model(name: str | None) -> ModelSource:
     if name is None:
         return ModelSource(str(BUNDLED_MODEL.resolve()))
     if not name:
-        raise ValueError("--model_name_or_path is empty; leave it out for the bundled model")
+        raise ValueError("--model_name_or_path is empty; omit it to use the bundled model")
     path = Path(name).expanduser()
     if path.is_dir():
         return _in_directory(name, path)
@@ -133,14 +133,14 @@ def _from_checkpoint(path: Path) -> ModelSource:
         origin = find_model(name)
     except ValueError as error:
         raise ValueError(
-            f"the checkpoint {path} is of a run from the model {name}, which is not found here; "
-            f"work in the directory that the run was started in ({error})"
+            f"the checkpoint {path} is of a run of the model {name}, which was not found; use the "
+            f"directory in which the run was started ({error})"
         ) from None
     saved = [home for home in (run / "adapter", run / "actor" / "adapter") if home.is_dir()]
     if described.changes_tokenizer and not saved:
         raise ValueError(
-            f"the checkpoint {path} is of a run with a tokenizer of its own (--add_eot_token, "
-            "--chat_template); let the run end, and take its adapter/"
+            f"the checkpoint {path} is of a run that changed the tokenizer (--add_eot_token, "
+            "--chat_template); finish the run and use its adapter/"
         )
     tokenizer = str(saved[0]) if saved else origin.tokenizer
     return ModelSource(origin.base, path.resolve(), described.config, tokenizer)
@@ -152,7 +152,7 @@ def _from_adapter(path: Path) -> ModelSource:
         raise ValueError(f"the adapter {path} is not complete: it has no {WEIGHTS_FILE}")
     base = config.base_model_name_or_path
     if not base:
-        raise ValueError(f"{path}/adapter_config.json names no base_model_name_or_path")
+        raise ValueError(f"{path}/adapter_config.json has no base_model_name_or_path")
     file = base_file(base)
     if file is not None and (named := file.base(base)) is not None:
         base = named

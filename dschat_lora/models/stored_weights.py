@@ -150,7 +150,7 @@ class StoredWeights:
         tensors = {key: self._tensor(key) for key in keys}
         for key, tensor in tensors.items():
             if f"{key}{_PACKED}" in self._files or tensor.dtype in _CODES:
-                raise ValueError(f"{key} is quantised, which fits no merged model")
+                raise ValueError(f"{key} is quantised, which a merged model cannot contain")
         return tensors
 
     def _read(self, key: str) -> Tensor:

@@ -101,7 +101,8 @@ def _divide_vocabulary(model: PreTrainedModel, group: TensorGroup) -> None:
     tokens = embedding.weight.shape[0]
     if any(start == stop for start, stop in Shard(group, 0, (tokens,)).ranges(group.size - 1)):
         raise ValueError(
-            f"--tensor_parallel_size {group.size} leaves some process none of the {tokens} tokens"
+            f"--tensor_parallel_size {group.size} leaves a process without any of the {tokens} "
+            "tokens"
         )
     for name, module in list(model.named_modules()):
         if module is embedding:

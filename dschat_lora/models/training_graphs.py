@@ -156,7 +156,7 @@ class Pass:
             return None
         before = torch.cuda.memory_allocated(device)
         if (place := run_watching(self._both)) is not None:
-            return f"the model waits for the GPU at {place}"
+            return f"the model synchronizes with the GPU at {place}"
         # A capture that runs out of memory would end all of this process.
         kept = self._kept - before
         free, _ = torch.cuda.mem_get_info(device)
@@ -229,7 +229,7 @@ class TrainingGraphs:
             return None
         self._forget_moved()
         if has_failed():
-            self._give_up("recording has failed before")
+            self._give_up("recording failed before")
             return None
         shape = shape_of(spans, inputs["input_ids"].shape[1])
         if shape not in self._seen:

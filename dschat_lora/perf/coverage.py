@@ -79,7 +79,9 @@ class Coverage:
         left = [p for p in self.parts if p.layers and p.weights > total / 200 and not p.learns]
         left.sort(key=lambda part: -part.weights)
         names = ", ".join(f"{self._name(part)} ({part.weights / total:.0%})" for part in left)
-        return f"adapters reach {self.share:.0%} of the weights of linear layers; left out: {names}"
+        return (
+            f"adapters reach {self.share:.0%} of the weights of linear layers; not adapted: {names}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for ``run.json``."""

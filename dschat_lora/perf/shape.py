@@ -58,7 +58,9 @@ def describe(model: nn.Module) -> ModelShape:
     config = text_config(model)
     width = field(config, "hidden_size")
     if width is None:
-        raise ValueError(f"{type(config).__name__} has no hidden_size, of which counts are made")
+        raise ValueError(
+            f"{type(config).__name__} has no hidden_size, which is needed to count FLOPs and memory"
+        )
     named = text_blocks(model)
     blocks = tuple(named.values())
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -133,7 +135,7 @@ class _Layers:
     def _chosen(self, count: int, holders: Sequence[nn.Module]) -> int:
         chosen = experts_per_token(holders[:3], self.config)
         if chosen is None:
-            raise ValueError(f"how many of {count} experts a token is sent to is not known")
+            raise ValueError(f"the number of active experts per token (of {count}) is unknown")
         return min(chosen, count)
 
 

@@ -234,7 +234,7 @@ class Checkpointer:
         on_rank_zero(self._finish_writing)
         where = how_to_go_on(self._run)
         self._run.log.say(
-            f"{why} after step {step}; " + (where if step else "nothing was learnt yet")
+            f"{why} after step {step}; " + (where if step else "nothing was trained yet")
         )
 
     def broken_weight(self) -> str | None:
@@ -254,8 +254,8 @@ class Checkpointer:
         try:
             check_place(path)
         except OSError:
-            return f"The last checkpoint, {path.name}, went with it"
-        return f"The last good checkpoint is {path}"
+            return f"The last checkpoint, {path.name}, was lost with it"
+        return f"The newest valid checkpoint is {path}"
 
     def _patience(self, step: int) -> float:
         """Seconds to wait for the disk: few enough not to matter at the default interval."""
@@ -309,10 +309,10 @@ def state_to_keep(
 def how_to_go_on(run: "OpenRun[Resumable]") -> str:
     """The options, or arguments in Python, that go on with a run whose state is saved."""
     if run.caller.in_python:
-        return f'go on with: output_dir={str(run.directory)!r}, resume="latest"'
+        return f'resume with: output_dir={str(run.directory)!r}, resume="latest"'
     code = command_line(options_with_code(type(run.config), flatten(run.config)))
     resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")
-    return f"go on with: {shlex.join([*resumed, *code])}"
+    return f"resume with: {shlex.join([*resumed, *code])}"
 
 
 def end_by_signal(run: "OpenRun[Resumable]", number: int, step: int) -> NoReturn:
@@ -426,7 +426,7 @@ class Saver:
                 while (shard := shards.get()) is not None:
                     name, tensors = shard
                     if not name:
-                        reason = "was given up: its tensors did not all come"
+                        reason = "was abandoned: some of its tensors are missing"
                         raise InterruptedError(f"{final} {reason}")
                     for key, tensor in tensors.items():
                         check_finite(tensor, f"{final.name} was not written: {key}")

@@ -154,10 +154,10 @@ def check_widths(adapter: Path, base: Path) -> None:
             and not any(tensor["shape"][-1] in shape for shape in layers)
         ):
             raise ValueError(
-                f"the adapter {adapter} is of another base than {base}: its factor A of {module} "
-                f"takes {tensor['shape'][-1]} inputs, and that layer of the base is "
-                f"{' x '.join(map(str, layers[0]))}; name the base that it was trained on as "
-                "base_model_name_or_path in its adapter_config.json"
+                f"the adapter {adapter} belongs to another base than {base}: its lora_A of "
+                f"{module} has {tensor['shape'][-1]} inputs, but that layer of the base is "
+                f"{' x '.join(map(str, layers[0]))}; set base_model_name_or_path in its "
+                "adapter_config.json to its base"
             )
 
 
@@ -185,8 +185,8 @@ def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
     if task is not None and task not in tasks:
         kinds = " or ".join(tasks)
         raise ValueError(
-            f"--model_name_or_path {name} is of kind {task}, and this takes {kinds} "
-            "(SEQ_CLS is a reward model, CAUSAL_LM a language model)"
+            f"--model_name_or_path {name} is a {task} model, but this needs {kinds} (SEQ_CLS is a "
+            "reward model, CAUSAL_LM a language model)"
         )
     if task == "SEQ_CLS" and source.adapter is not None and not is_checkpoint(source.adapter):
         tensors = safetensors_header(source.adapter / WEIGHTS_FILE)
@@ -209,8 +209,8 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
         fields = fields | fields.get("text_config", {})
         if fields and not any(fields.get(name) for name in EXPERT_COUNTS):
             raise ValueError(
-                f"--expert_lora_dim {lora.expert_lora_dim} is for mixtures of experts, and "
-                f"{source.base} is none; drop the option"
+                f"--expert_lora_dim {lora.expert_lora_dim} is for mixtures of experts, but "
+                f"{source.base} is not one; drop the option"
             )
         return lora
     if "lora_dropout" not in given:
@@ -228,30 +228,32 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
             if name == "enable_lora":
                 mine, value = (" ".join(parts) or "nothing" for parts in (mine, value))
             raise ValueError(
-                f"--{name} is {mine!r}, but the adapter {source.adapter} has "
-                f"{value!r}; drop the option to continue it, or merge it first (--merge_adapter) "
-                "to train another on top"
+                f"--{name} is {mine!r}, but the adapter {source.adapter} has {value!r}; drop the "
+                "option to continue training it, or merge it first (--merge_adapter) to train a "
+                "new one on top"
             )
     settled = {"lora_module_name", "target_modules", "modules_to_save"}
     for name in sorted((settled | {"expert_lora_dim", "expert_lora_alpha"}) & given):
-        raise ValueError(f"--{name} is settled by the adapter {source.adapter}; drop the option")
+        raise ValueError(f"--{name} is determined by the adapter {source.adapter}; drop the option")
     return replace(lora, **stored)
 
 
 def check_lora_options(lora: LoraConfig, given: frozenset[str]) -> None:
     """Refuse two choices of layers, and options of adapters or experts where there are none."""
     if {"lora_module_name", "target_modules"} <= given:
-        raise ValueError("--lora_module_name and --target_modules both choose layers; give one")
+        raise ValueError("--lora_module_name and --target_modules both select layers; give one")
     of_experts = {"expert_lora_dim", "expert_lora_alpha", "expert_learning_rate"}
     chosen = {"lora_module_name", "target_modules", "modules_to_save"}
     needless = sorted(given & (chosen | of_experts))
     if lora.lora_dim == 0 and needless:
-        raise ValueError(f"--{needless[0]} needs --lora_dim > 0: without it every weight trains")
+        raise ValueError(
+            f"--{needless[0]} needs --lora_dim > 0: without it all weights are trained"
+        )
     needless = sorted(given & of_experts - {"expert_lora_dim"})
     if lora.expert_lora_dim == 0 and needless:
         raise ValueError(
-            f"--{needless[0]} is for experts that train, and --expert_lora_dim 0 leaves them "
-            "frozen; drop one"
+            f"--{needless[0]} is for trained experts, but --expert_lora_dim 0 leaves them frozen; "
+            "drop one"
         )
 
 
@@ -271,8 +273,8 @@ def settled_base_bits(
     stored = stored_bits(model_fields(source), source.base)
     if stored == 4 and asked == 16:
         raise ValueError(
-            f"--base_bits 16: the files of {source.base} hold 4 bits; drop the option, or name the "
-            "original 16-bit model"
+            f"--base_bits 16: the files of {source.base} have 4 bits; drop the option, or give "
+            "the original 16-bit model"
         )
     if 4 not in (stored, asked or source.base_bits):
         return 16
@@ -306,8 +308,8 @@ def recomputing(parallel: ParallelConfig, switches: Mapping[str, Switch]) -> dic
     if not any(settled.values()):
         typed = " ".join(f"--no-{name}" for name in switches)
         raise ValueError(
-            "--offload_activations moves the inputs of blocks that are recomputed in the backward "
-            f"pass, and with {typed} none is; drop one of them"
+            f"--offload_activations offloads the inputs of recomputed blocks, but {typed} "
+            "recomputes none; drop one of them"
         )
     return settled
 
@@ -335,8 +337,8 @@ def check_compile(load: LoadConfig, *zero_stages: int | None) -> None:
     """Refuse to compile what gathers its weights as it runs."""
     if load.compile and 3 in zero_stages:
         raise ValueError(
-            "--compile does not go with --zero_stage 3, which gathers the weights of each layer as "
-            "it runs; use --zero_stage 2, or drop --compile"
+            "--compile cannot be combined with --zero_stage 3, which gathers the weights of each "
+            "layer as it runs; use --zero_stage 2, or drop --compile"
         )
 
 
@@ -353,9 +355,7 @@ def with_bundled(data: DataT, given: frozenset[str], **lengths: int) -> DataT:
         ValueError: if ``--data_path`` has no value.
     """
     if "data_path" in given:
-        raise ValueError(
-            "--data_path names no data; give a file, or leave it out for the bundled data"
-        )
+        raise ValueError("--data_path is empty; give a file, or omit it to use the bundled data")
     return replace(
         data,
         data_path=(str(BUNDLED_DATA["train"]),),
@@ -378,8 +378,8 @@ def check_bundled_data_fits(source: ModelSource, *, stage: str, role: str = "") 
     if not fits:
         typed = f"--{role}model_name_or_path {shlex.quote(str(source.adapter or source.base))}"
         raise ValueError(
-            f"{typed} needs data of its own, as the bundled data is for the bundled model: "
-            f"add --data_path FILE, as in dschat-lora {stage} {typed} --data_path FILE"
+            f"{typed} needs --data_path, as the bundled data is for the bundled model: add "
+            f"--data_path FILE, as in dschat-lora {stage} {typed} --data_path FILE"
         )
 
 
@@ -423,7 +423,9 @@ def check_command(option: str, command: str, remedy: str = "") -> None:
         raise ValueError(f"--{option} {command!r}: {error}") from error
     if not words or shutil.which(words[0]) is None:
         first = words[0] if words else "nothing"
-        raise ValueError(f"--{option} begins with {first}, which is no program on the PATH{remedy}")
+        raise ValueError(
+            f"--{option} starts with {first}, which is not a program on the PATH{remedy}"
+        )
 
 
 @contextmanager

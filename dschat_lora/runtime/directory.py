@@ -141,17 +141,17 @@ def check_output_dir(config: "Resumable", _: object) -> None:
     names = ", ".join(old.name for old in earlier)
     goes_on = run.resume_from_checkpoint == "auto" and is_unfinished(path)
     if not run.overwrite_output_dir and not goes_on:
-        ways = ["choose another directory", "delete that run by --overwrite_output_dir"]
+        ways = ["choose another directory", "delete that run with --overwrite_output_dir"]
         if checkpoints_of(path):
-            ways.insert(1, "go on with it by --resume_from_checkpoint latest")
+            ways.insert(1, "resume it with --resume_from_checkpoint latest")
         raise ValueError(
             f"--output_dir {path} holds an earlier run ({names}); {', '.join(ways[:-1])} or "
             f"{ways[-1]}"
         )
     if not (path / "run.json").is_file():
         raise ValueError(
-            f"--output_dir {path} holds {names} but no run.json: no run wrote that, and "
-            "--overwrite_output_dir deletes runs only; choose another directory"
+            f"--output_dir {path} holds {names} but no run.json, so no run wrote it; "
+            "--overwrite_output_dir only deletes runs; choose another directory"
         )
 
 
@@ -159,16 +159,16 @@ def check_can_be_made(path: Path, option: str = "output_dir") -> None:
     """Refuse a directory that this user cannot create."""
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
-        raise ValueError(f"--{option} {path} cannot be made: {nearest} is no directory")
+        raise ValueError(f"--{option} {path} cannot be created: {nearest} is not a directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"--{option} {path} cannot be made: {nearest} is not writable")
+        raise ValueError(f"--{option} {path} cannot be created: {nearest} is not writable")
 
 
 def check_file_can_be_made(name: str, option: str) -> None:
     """Refuse a file that this user cannot create, before there is anything to write to it."""
     path = Path(name).expanduser()
     if path.is_dir():
-        raise ValueError(f"--{option} {name} is a directory; name a file")
+        raise ValueError(f"--{option} {name} is a directory; give a file")
     check_can_be_made(path.parent, option)
 
 
@@ -181,9 +181,9 @@ def check_room(path: Path, need: int) -> None:
         return
     if disk.total and disk.free < need:  # some network file systems tell no sizes
         raise ValueError(
-            f"--output_dir {path}: its disk has {disk.free / 2**20:,.1f} MiB free, and what the "
-            f"run writes takes at least {need / 2**20:,.1f} MiB; make room, or choose a directory "
-            "on another disk"
+            f"--output_dir {path}: its disk has {disk.free / 2**20:,.1f} MiB free, but the run "
+            f"writes at least {need / 2**20:,.1f} MiB; free space, or choose a directory on "
+            "another disk"
         )
 
 

@@ -36,7 +36,7 @@ def say_sample(run: OpenRun[StageConfig], data: DataConfig, tokenizer: Tokenizer
     texts.sort(key=lambda pair: max(map(len, pair[1].values())) > _MOST_CHARACTERS)
     for sample, shown in texts[:1]:
         row = sample.row.rpartition("/")[2]
-        marks = "a prompt" if kind == "prompts" else "what is trained on is in brackets"
+        marks = "a prompt" if kind == "prompts" else "tokens trained on are in brackets"
         run.log.say(f"  sample       {row}: {marks}")
         for name, text in shown.items():
             title = "" if name in ("sample", "prompt") else name

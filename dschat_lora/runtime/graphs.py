@@ -89,7 +89,7 @@ def plan_graphs(
 def launches_note(trained: TrainedModel, load: LoadConfig, *, recorded: bool) -> str | None:
     """What the log says of launching kernels on a GPU."""
     if recorded:
-        return "passes of training below the head run as CUDA graphs (--training_graphs)"
+        return "forward and backward passes below the head run as CUDA graphs (--training_graphs)"
     return advice("launches", trained, load) if device_type() == "cuda" else None
 
 
@@ -106,19 +106,20 @@ def obstacle(trained: TrainedModel, load: LoadConfig) -> str | None:
     That a layer waits for the GPU is seen when it is recorded.
     """
     if device_type() != "cuda":
-        return "graphs are a GPU's, and this is a CPU"
+        return "CUDA graphs need a GPU"
     model, settings = trained.model, trained.settings
     stage = settings.stage_in_use(
         settings.native_dtype(p for p in model.parameters() if p.requires_grad)
     )
     reasons = {
-        "--compile makes other operations of the blocks": load.compile,
-        f"gradients of ZeRO {stage} are DeepSpeed's, and are not added up in place": stage > 0,
-        "--tensor_parallel_size has processes exchange tensors, which is not recorded": (
+        "--compile changes the operations of the blocks": load.compile,
+        f"gradients of ZeRO {stage} are managed by DeepSpeed and not accumulated in place": stage
+        > 0,
+        "--tensor_parallel_size exchanges tensors between processes, which cannot be recorded": (
             group_of(model) is not None
         ),
-        "--context_parallel_size divides rows by their lengths": trained.processes > 1,
-        "--offload_activations copies to the host, which is not recorded": trained.offloads,
+        "--context_parallel_size splits rows by their lengths": trained.processes > 1,
+        "--offload_activations copies to the host, which cannot be recorded": trained.offloads,
     }
     for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
         reasons[f"--{name} is not recorded"] = getattr(load, name, 0) > 0
@@ -128,20 +129,20 @@ def obstacle(trained: TrainedModel, load: LoadConfig) -> str | None:
 def _by_model(model: nn.Module) -> str | None:
     here = device() if planned_varlen() is None else None
     if (drawing := _drawing(model)) is not None:
-        return f"{drawing} would draw other numbers for padded rows"
+        return f"{drawing} would draw different random numbers for padded rows"
     if "media" in vars(model):
-        return "rows with images are not recorded"
+        return "rows with images cannot be recorded"
     if recurrent_layers(model):
-        return "recurrent layers go by the lengths of sequences"
+        return "recurrent layers depend on the lengths of sequences"
     if not Backbone(model).skips_padding(here):
         return (
-            "this card, type or architecture attends under a mask, where graphs take sequences of "
-            "16-bit numbers in one call"
+            "this GPU, dtype or architecture uses masked attention, but graphs need "
+            "variable-length attention in 16 bits"
         )
     if here is None or not expert_weights(model):
         return None
     if torch.cuda.get_device_capability(here) not in _GROUPED or model.dtype != torch.bfloat16:
-        return "the experts of this card and type have the host read how many rows each has"
+        return "with this GPU and dtype the host reads the number of rows of each expert"
     return None
 
 

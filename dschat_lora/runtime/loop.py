@@ -96,7 +96,7 @@ def check_repeats(data: SourceConfig, times: Mapping[str, float], schedule: Sche
         if bound and used > bound:
             raise ValueError(
                 f"--max_repeats {bound}: the run would use rows of {name} {used} times; give it a "
-                "smaller share, fewer epochs or steps, or a larger --max_repeats"
+                "smaller fraction, fewer epochs or steps, or a larger --max_repeats"
             )
 
 
@@ -143,7 +143,7 @@ def small_data_warning(
     changes |= {"gradient_accumulation_steps": 1} if steps_of(fewer, accumulation) < steps else {}
     return (
         f"{rows:,} {kind} make {now} optimizer step{'s' * (now > 1)} an epoch, and the run "
-        f"{epochs * now}: too few to learn much from; {' '.join(command_line(changes))} makes "
+        f"{epochs * now}, too few to learn much; {' '.join(command_line(changes))} makes "
         f"{more * steps}"
     )
 
@@ -184,7 +184,7 @@ class TrainingLoop:
         """Evaluate where that is due before the first iteration."""
         progress, total = self._progress, self._schedule.num_iterations
         if progress.iteration and progress.iteration == total:
-            self._log.say("the run was complete: there is no step left to train")
+            self._log.say("the run was complete: no steps are left")
         if not progress.iteration or self._eval_is_due():
             self._evaluate_or_stop()
         self._log.expect(total, progress.iteration)
@@ -259,7 +259,7 @@ class TrainingLoop:
             times = "once" if skipped == 1 else f"{skipped} times in a row"
             raise ValueError(
                 f"training stopped at step {progress.step}: the gradient was not finite {times}; "
-                f"such steps change no weight. {where}Lower the learning rate or try --dtype bf16. "
+                f"such steps are skipped. {where}Lower the learning rate or try --dtype bf16. "
                 f"{self._checkpointer.last_good()}"
             )
 

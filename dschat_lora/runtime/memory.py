@@ -150,12 +150,11 @@ class MemoryPlan:
         if not of_parts:
             return f"{most}, for full rows{graphs}{self.host_words}"
         saved = self.separate_weights - self.weights
-        shared = f" (as models of their own: {self.separate_weights / GIB:.3g})" if saved else ""
+        shared = f" (as separate models: {self.separate_weights / GIB:.3g})" if saved else ""
         return (
             f"{most}: weights {self.weights / GIB:.3g}{shared}, gradients and optimizer "
-            f"{self.training / GIB:.3g}{graphs}, update {self.update / GIB:.3g}, keys and values "
-            f"while decoding {self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}"
-            f"{self.host_words}"
+            f"{self.training / GIB:.3g}{graphs}, update {self.update / GIB:.3g}, KV cache "
+            f"{self.cache / GIB:.3g}{', kept' if self.keeps_cache else ''}{self.host_words}"
         )
 
     @property
@@ -252,5 +251,5 @@ def explaining_memory(
             need = "" if plan is None else f", by estimate {plan.peak / GIB:.3g} GiB are needed"
             said = f"out of GPU memory{need}: {error}"
         if checkpoints := checkpoints_of(directory):
-            said += f". The newest checkpoint is {checkpoints[0]}"
+            said += f". The newest valid checkpoint is {checkpoints[0]}"
         raise torch.OutOfMemoryError(said) from error

@@ -44,7 +44,7 @@ def merge_model(config: MergeConfig) -> Merge:
     rounded once if that is fp32. Of a 4-bit base, the values are what the update is added to.
 
     Raises:
-        ValueError: if there is no adapter, or the merge moves the model by too much.
+        ValueError: if there is not an adapter, or the merge moves the model by too much.
     """
     directory, source = merged_directory(config), find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
@@ -98,9 +98,9 @@ def show_merge(config: MergeConfig) -> None:
         log_once(merge.composite)
     if merge.base_bits == 4:
         log_once(
-            f"it was trained on a 4-bit base: serve {directory}, which has that base's values in "
-            f"whole, or in a quarter of the memory {config.model_name_or_path} itself; quantised "
-            "again, the merged model is another one"
+            f"it was trained on a 4-bit base: serve {directory}, which has the dequantised values "
+            f"of that base, or {config.model_name_or_path} itself in a quarter of the memory; "
+            "quantising the merged model again would change it"
         )
 
 
@@ -113,18 +113,16 @@ def merged_directory(config: MergeConfig) -> Path:
     source = find_model(config.model_name_or_path)
     if source.adapter is None:
         raise ValueError(
-            f"--model_name_or_path {config.model_name_or_path} is a whole model without an "
+            f"--model_name_or_path {config.model_name_or_path} is a full model without an "
             "adapter: there is nothing to merge"
         )
     if config.output_dir is None and is_checkpoint(source.adapter):
-        raise ValueError(
-            f"{source.adapter} is a checkpoint: --output_dir must say where the model goes"
-        )
+        raise ValueError(f"{source.adapter} is a checkpoint: give --output_dir for the model")
     given = Path(config.output_dir or source.adapter.parent / "model").expanduser()
     taken = given.is_file() or (given.is_dir() and any(given.iterdir()))
     is_model = (given / "config.json").is_file()
     if taken and not (config.overwrite_output_dir and is_model):
-        hint = "--overwrite_output_dir replaces it" if is_model else "it holds no model"
+        hint = "--overwrite_output_dir overwrites it" if is_model else "it contains no model"
         raise ValueError(f"--output_dir {given} is not empty ({hint}); choose another directory")
     if Path(source.base).resolve() == given.resolve():
         raise ValueError(f"--output_dir {given} is the base of the adapter; choose another")

@@ -216,10 +216,10 @@ def _words_on_a_gpu(
     on = [f"--{name}" for name in undecided if flatten(chosen)[name]]
     words = f"activations are recomputed ({', '.join(on)})" if on else "activations are kept"
     if sizes:
-        words += f" in smaller micro-batches ({' '.join(command_line(sizes))})"
+        words += f" with smaller micro-batches ({' '.join(command_line(sizes))})"
     words += f": by estimate {costs.words(chosen)} of training, of {free / GIB:.3g} GiB free"
     if chosen != base:
-        words += f"; kept in whole ones {costs.words(base)}"
+        words += f"; kept, with whole micro-batches, {costs.words(base)}"
     if not on and undecided:
         again = with_values(base, dict.fromkeys(undecided, True))
         words += f"; recomputed{' in whole ones' if sizes else ''} {costs.words(again)}"

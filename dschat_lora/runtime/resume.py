@@ -85,25 +85,25 @@ _TURNS = {"rows_per_step": "a step", "responses": "an iteration"}
 _IDENTITY = {
     "stage": "the stage",
     "model": "the base model's weights",
-    "rest": "the base model's weights beside its text model",
+    "rest": "the base model's weights outside its text model",
     "tokenizer": "the tokenizer",
     "train_data": "the training data",
     "eval_data": "the evaluation data",
-    "media": "what rows hold beside text",
+    "media": "the inputs of rows other than text",
     "dtype": "--dtype",
     "adapter": "the adapter",
-    "start": "the adapter that training started from",
+    "start": "the initial adapter",
     "packing": "whether rows are packed",
     "rows": "the number of rows",
-    "stream": "the sources that are read while training",
+    "stream": "the sources that are streamed",
     "rows_per_step": "the rows of a step",
-    "deepspeed_processes": "the processes, which share the optimizer's state under --deepspeed",
+    "deepspeed_processes": "the processes, which shard the optimizer state with --deepspeed",
     "tokens_per_device": "--tokens_per_device",
     "responses": "the responses of an iteration",
     "critic": "the reward model",
     "text": "the pretraining text",
     "answers": "the answers of the data",
-    "streams": "how random numbers are drawn",
+    "streams": "the random number generator",
 }
 # What --accept_changed_data lets differ.
 _OF_DATA = {"media", "train_data", "eval_data", "text", "answers", "rows"}
@@ -123,7 +123,7 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     wanted = config.run.resume_from_checkpoint
     if wanted is None:
         if config.run.accept_changed_data:
-            raise ValueError("--accept_changed_data is of a run with --resume_from_checkpoint")
+            raise ValueError("--accept_changed_data needs --resume_from_checkpoint")
         return replace(config, checkpoint="")
     run, choice = _find_checkpoint(wanted, config.run.output_dir, stage)
     for reason in choice.rejected.values():
@@ -136,12 +136,14 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     made_by = state["identity"].get("stage", stage)
     if made_by != stage:
         raise ValueError(
-            f"--resume_from_checkpoint {choice.path} is of a run of the stage {made_by}, and this "
-            f"is {stage}; go on with the command that made it"
+            f"--resume_from_checkpoint {choice.path} belongs to a run of the stage {made_by}, not "
+            f"{stage}; use the command that wrote it"
         )
     merged = _with_options_of(state, config, choice.path)
     if merged.run.output_dir is None and run is None:
-        raise ValueError(f"--resume_from_checkpoint {wanted} lies in no run; give an --output_dir")
+        raise ValueError(
+            f"--resume_from_checkpoint {wanted} is not part of a run; give an --output_dir"
+        )
     output_dir = merged.run.output_dir or str(run)
     resolved = replace(
         with_options(merged, {"output_dir": output_dir}),
@@ -150,10 +152,10 @@ def settle(config: ConfigT, *, stage: str) -> ConfigT:
     )
     if config.run.overwrite_output_dir and resumes_in_place(resolved):
         raise ValueError(
-            "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would "
-            "delete; give one"
+            "--resume_from_checkpoint resumes a run that --overwrite_output_dir would delete; "
+            "give one"
         )
-    say_once(f"going on from {choice.path}, after step {state['step']:,}")
+    say_once(f"resuming from {choice.path}, after step {state['step']:,}")
     return resolved
 
 
@@ -177,7 +179,7 @@ def check_identity(
         raise ValueError(
             f"--resume_from_checkpoint {checkpoint} is after step {state['step']}, and "
             f"--max_steps or --num_train_epochs end the run at step {num_steps}; raise them, or "
-            "go on from an earlier checkpoint"
+            "resume from an earlier checkpoint"
         )
     if then.get("dtype") != now.get("dtype"):
         # The weights are then of another type too, which says nothing of the model.
@@ -189,11 +191,11 @@ def check_identity(
             differences[name] = f"{_IDENTITY.get(name, f'the {name}')} {words}"
     if accepts_changed_data:
         for name in differences.keys() & _OF_DATA:
-            say_once(f"  note         accepted as it is: {differences.pop(name)}")
+            say_once(f"  note         accepted: {differences.pop(name)}")
     if differences:
-        hint = "; --accept_changed_data goes on" if differences.keys() <= _OF_DATA else ""
+        hint = "; --accept_changed_data resumes anyway" if differences.keys() <= _OF_DATA else ""
         raise ValueError(
-            f"--resume_from_checkpoint {checkpoint}: the run was another one; what differs: "
+            f"--resume_from_checkpoint {checkpoint}: the run differs: "
             f"{'; '.join(differences.values())}{hint}"
         )
 
@@ -267,8 +269,8 @@ def _find_checkpoint(wanted: str, output_dir: str | None, stage: str) -> tuple[P
         except DamagedError as error:
             # Given by name: nothing else is taken in its place.
             raise ValueError(
-                f"--resume_from_checkpoint {wanted} cannot be used: {error}; use latest to go on "
-                "from the newest sound checkpoint"
+                f"--resume_from_checkpoint {wanted} cannot be used: {error}; use latest to resume "
+                "from the newest valid checkpoint"
             ) from error
         return run_of(path), Choice(path, {})
     if not checkpoints_of(path):
@@ -285,17 +287,17 @@ def _without_checkpoint(
     """The config of a fresh start, if ``wanted`` is auto."""
     if wanted == "auto":
         where = f" in {run}" if run is not None else ""
-        say_once(f"no checkpoint to go on from{where}: a fresh start")
+        say_once(f"no checkpoint to resume from{where}: starting from scratch")
         return replace(config, checkpoint="")
     if reasons:
         raise ValueError(
-            f"--resume_from_checkpoint {wanted}: no checkpoint in {run} is sound: "
+            f"--resume_from_checkpoint {wanted}: no checkpoint in {run} is valid: "
             + "; ".join(reasons)
         )
-    where = f"{run} holds no checkpoint" if run is not None else "there is no run to go on with"
+    where = f"{run} contains no checkpoint" if run is not None else "there is no run to resume"
     raise ValueError(
-        f"--resume_from_checkpoint {wanted}: {where}; name the run with --output_dir, or use "
-        "auto to start afresh where there is none"
+        f"--resume_from_checkpoint {wanted}: {where}; name the run with --output_dir, or use auto "
+        "to start a new run if there is none"
     )
 
 
@@ -314,8 +316,8 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
     merged = build_config(type(config), {**inherited, **now})
     if flatten(merged)["num_train_epochs"] == 0:
         raise ValueError(
-            "--num_train_epochs 0 evaluates a model, and --resume_from_checkpoint goes on training "
-            "one: name an adapter with --model_name_or_path instead"
+            "--num_train_epochs 0 only evaluates, but --resume_from_checkpoint resumes training: "
+            "give an adapter with --model_name_or_path instead"
         )
     _check_groups(merged, path, now)
     notes: list[str] = []
@@ -324,7 +326,7 @@ def _with_options_of(state: Mapping[str, Any], config: ConfigT, path: Path) -> C
         differences += rows
     if differences:
         raise ValueError(
-            f"--resume_from_checkpoint {path}: the run was another one: {'; '.join(differences)}"
+            f"--resume_from_checkpoint {path}: the run differs: {'; '.join(differences)}"
         )
     for note in notes:
         say_once(f"  note         {note}")
@@ -346,8 +348,8 @@ def _check_groups(config: "Resumable", path: Path, now: Mapping[str, Any]) -> No
         if not before:
             raise
         raise ValueError(
-            f"--resume_from_checkpoint {path} is of a run with {before}: type the size that is "
-            f"wanted now, as {error}"
+            f"--resume_from_checkpoint {path} is of a run with {before}: give the new size, as "
+            f"{error}"
         ) from error
 
 
@@ -373,29 +375,29 @@ def _inherited(
     again = [name for name in options_with_code(config_class, then) if name not in now]
     if again:
         raise ValueError(
-            f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs code "
-            "that a checkpoint may not choose; if you trust it, type it again"
+            f"--resume_from_checkpoint {path} was made with {_typed(again, then)}, which runs "
+            "code, so it is not taken from a checkpoint; if you trust it, give it again"
         )
     files = options_that_run(config_class, "file")
     elsewhere = [name for name in files if then.get(name) and name not in now]
     if elsewhere:
         say_once(
-            f"  note         not taken over from the checkpoint, as it reaches outside the run: "
-            f"{_typed(elsewhere, then)}; type it again where it is wanted"
+            "  note         not taken from the checkpoint, as it points outside the run: "
+            f"{_typed(elsewhere, then)}; give it again if needed"
         )
     for name in ("deepspeed_config", "deepspeed"):
         file = then.get(name)
         if isinstance(file, str) and name not in now and (fields := fields_that_write(file)):
             raise ValueError(
-                f"--resume_from_checkpoint {path} was made with --{name} {file}, by which "
-                f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, type it again"
+                f"--resume_from_checkpoint {path} was made with --{name} {file}, with which "
+                f"DeepSpeed writes files ({', '.join(fields)}); if you trust it, give it again"
             )
     typed = (field for name, (field, _) in option_fields(config_class).items() if name in now)
     replaced = set[str]().union(*(field.metadata["replaces"] for field in typed)) - now.keys()
     refused = {*options_that_run(config_class, "code", "object"), *elsewhere}
     for name in GONE.keys() & then.keys():
         if then[name] != GONE[name]:
-            words = f"{_typed([name], then)}, an option that is gone since version {GONE_SINCE}"
+            words = f"{_typed([name], then)}, an option that was removed in version {GONE_SINCE}"
             raise ValueError(f"--resume_from_checkpoint {path} was made with {words}")
     known = {*option_names(config_class)}
     owner = state.get("addons")  # which older checkpoints lack

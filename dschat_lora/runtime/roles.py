@@ -255,7 +255,7 @@ def _describe_trained(run: OpenRun[StageConfig], role: Role, adapted: AdaptedMod
     if role.lora.lora_dim == 0:
         option = f"{role.prefix}lora_dim"
         if option not in run.config.given and run.config.optim.num_train_epochs:
-            words = f"--{option} is 0: every weight trains; --{option} 16 trains an adapter"
+            words = f"--{option} is 0: all weights are trained; --{option} 16 trains an adapter"
             run.log.say(f"  note         {words}")
 
 
@@ -280,7 +280,7 @@ def engine_words(settings: EngineSettings, model: nn.Module) -> str:
         f"{' (one process: nothing to shard)' if idle else ''}, "
         f"{count} process{'es' if count > 1 else ''} on {device().type}"
         f"{'' if peak is None else f' of {peak:,.0f} TFLOPs'}"
-        f"{'' if ranks is None else f', {ranks.tensor_size} to a model'}"
+        f"{'' if ranks is None else f', {ranks.tensor_size} per model'}"
     )
 
 
@@ -302,7 +302,7 @@ def say_coverage(
     for role, model in models.items():
         try:
             uncounted = describe(model).uncounted
-            line = f"note         FLOPs and memory leave out {uncounted}" if uncounted else ""
+            line = f"note         FLOPs and memory do not include {uncounted}" if uncounted else ""
         except ValueError as error:
             line = f"memory       unknown, and so are TFLOPs: {error}"
         roles.setdefault(line, []).append(role)

@@ -188,7 +188,9 @@ def open_files(
         record.update({"world_size": world_size(), "config": flatten(config)})
         if directory is not None:
             passing = caller.in_python and flatten(config).get("output_dir") is None
-            hint = " (temporary, until Python ends; output_dir= keeps it)" if passing else ""
+            hint = (
+                " (temporary, deleted when Python exits; output_dir= keeps it)" if passing else ""
+            )
             log.say(f"output: {directory}{hint}")
         observers: list[Observer] = []
         if active and directory is not None:
@@ -225,8 +227,8 @@ def recorded_ending() -> Iterator[Ending]:
             if signal and isinstance(error, ValueError | OSError):
                 kind = ValueError if isinstance(error, ValueError) else OSError
                 raise kind(
-                    f"stopped by {name_of(signal)}; what was learnt since the last checkpoint is "
-                    f"not saved: {error_message(error)}"
+                    f"stopped by {name_of(signal)}; progress since the last checkpoint is not "
+                    f"saved: {error_message(error)}"
                 ) from error
             raise
         shutdown()

@@ -63,7 +63,9 @@ def prepare_to_compile(run: OpenRun[StageConfig], option: str = "--compile") -> 
         ValueError: if there is no working compiler on some rank.
     """
     raise_together(lambda: check_compiler(device(), option))
-    run.log.say(f"  note         {option}: the first evaluation and steps wait for the compiler")
+    run.log.say(
+        f"  note         {option}: the first evaluation and steps are slow while it compiles"
+    )
 
 
 def prepare_data(
@@ -219,8 +221,8 @@ def resolve_logits(
     for network in networks:
         network.full_logits, network.backbone.graphs = True, None
     run.log.say(
-        "  note         this architecture transforms its logits: they are computed whole, "
-        f"which takes more memory{', and without --training_graphs' if recorded else ''}"
+        "  note         this architecture transforms its logits, so they are computed all at "
+        f"once, which takes more memory{', and without --training_graphs' if recorded else ''}"
     )
 
 

@@ -146,7 +146,7 @@ def run_main(
     except (ValueError, OSError) as error:
         fail(error_message(error))
     except RecursionError:
-        fail("a file that was named holds lists or objects nested too deeply")
+        fail("a given file contains lists or objects nested too deeply")
     except RuntimeError as error:
         if words := words_of_limit(error):
             fail(words)

@@ -84,8 +84,8 @@ def context_group(
     backbone = engine.module.backbone
     if not backbone.is_divisible:
         raise ValueError(
-            f"--context_parallel_size {size} takes models whose tokens meet in attention by "
-            f"--attn_implementation sdpa alone, which {type(backbone.model).__name__} is not"
+            f"--context_parallel_size {size} needs a model whose tokens interact only in sdpa "
+            f"attention, which {type(backbone.model).__name__} is not"
         )
     return ContextGroup(ranks, rank() % size, size)
 
@@ -172,7 +172,7 @@ def resolve_pair_layout(
         backbone.own_mask = True
         if packing or wanted.share_prompt:
             run.log.say(
-                "  note         every answer has a row of its own: this architecture mixes the "
+                "  note         each answer gets its own row: this architecture mixes the "
                 f"sequences of a row (relative error {report.packing_error:.1g})"
             )
         return "alone", False

@@ -134,7 +134,7 @@ def generate_answers(config: GenerateConfig) -> None:
                 undrawn += sum(each.undrawn for each in answers or ())
             file.flush()
     if too_long:
-        note(f"{too_long:,} prompts are longer than {room:,} tokens: they have no answer")
+        note(f"{too_long:,} prompts are longer than {room:,} tokens and have no answer")
     if undrawn:
         note(f"{undrawn:,} answers are missing: {undrawn_reason(())}")
     if config.output_path is not None:

@@ -126,8 +126,8 @@ def check_measured(
     for record, value in zip(records, values, strict=True):
         if value is not None and not math.isfinite(value):
             raise ValueError(
-                f"{record.location}: {what} is {value}, as the model overflows; try --dtype fp32, "
-                "or an earlier checkpoint of it"
+                f"{record.location}: {what} is {value}, because the model overflows; try --dtype "
+                "fp32, or an earlier checkpoint"
             )
 
 

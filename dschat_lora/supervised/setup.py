@@ -142,7 +142,7 @@ def set_up(run: OpenRun[SupervisedConfig]) -> SupervisedSetup:
 def note_unused_margins(setup: SupervisedSetup) -> None:
     """Say that margins have no part in this stage's loss, where rows bring some."""
     if len(setup.data.train) and setup.data.train.column("margin").any():
-        setup.run.log.say("  note         the column `margin` is not part of this loss")
+        setup.run.log.say("  note         this loss does not use the column `margin`")
 
 
 def build_engine(setup: SupervisedSetup, network: ModuleT) -> TrainEngine[ModuleT]:

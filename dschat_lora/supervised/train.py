@@ -142,8 +142,8 @@ def ends_early(run: OpenRun[SupervisedConfig], results: EvalResults) -> bool:
     if not patience or evaluations_since_best(losses) < patience:
         return False
     run.log.say(
-        f"the held-out loss was lowest {patience} evaluations ago: the run ends early, by "
-        f"--early_stopping_patience {patience}"
+        f"the held-out loss was lowest {patience} evaluations ago: the run stops early "
+        f"(--early_stopping_patience {patience})"
     )
     return True
 

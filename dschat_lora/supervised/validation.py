@@ -64,15 +64,15 @@ def check_budget(config: SupervisedConfig, inputs: Inputs) -> None:
     tokens, rows = config.batch.tokens_per_device, config.batch.per_device_train_batch_size
     if tokens and "per_device_train_batch_size" in config.given:
         raise ValueError(
-            f"--tokens_per_device {tokens} and --per_device_train_batch_size {rows} both say what "
-            "a micro-batch holds; give one"
+            f"--tokens_per_device {tokens} and --per_device_train_batch_size {rows} both set the "
+            "size of a micro-batch; give one"
         )
     longest, length = config.max_row_tokens, config.data.max_seq_len
     if tokens and tokens < longest:
         both = ", twice that for a pair" if longest > length else ""
         raise ValueError(
-            f"--tokens_per_device {tokens} is less than a row may take with --max_seq_len "
-            f"{length}{both}; give {longest} or more, or lower --max_seq_len"
+            f"--tokens_per_device {tokens} is less than the maximum length of a row with "
+            f"--max_seq_len {length}{both}; give at least {longest}, or lower --max_seq_len"
         )
 
 

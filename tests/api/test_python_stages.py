@@ -385,7 +385,7 @@ def test_what_is_said_and_left_behind(sft, capsys, monkeypatch):
     before, hook = dict(os.environ), sys.excepthook
     run = dl.sft(data=ROWS, **{**SHORT, "quiet": False})
     out = capsys.readouterr().out
-    assert f"output: {run.path} (temporary, until Python ends; output_dir= keeps it)" in out
+    assert f"output: {run.path} (temporary, deleted when Python exits; output_dir= keeps it)" in out
     assert "data: python:data" in out
     assert "dschat-lora" not in out  # commands are no help here
     assert dict(os.environ) == before

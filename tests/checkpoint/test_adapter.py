@@ -302,7 +302,7 @@ SCALED = r"was trained with scaling 2 \(lora_alpha 4, r 2"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_modules": ("q",)}, r"holds blocks\.0\.v\.lora_A, .* no place for"),
+        ({"target_modules": ("q",)}, r"contains blocks\.0\.v\.lora_A, .* does not have"),
         ({"modules_to_save": ("score",)}, r"lacks score\.trained\.bias, score\.trained\.weight"),
         ({"lora_alpha": 5}, SCALED),
         ({"use_rslora": True}, SCALED),
@@ -360,8 +360,8 @@ def test_changed_file_is_named_with_what_to_do(name, read, tmp_path):
     write(tmp_path / "adapter", write_more=lambda at: (at / "extra.txt").write_text("abc"))
     damage_in_place(tmp_path / "adapter" / name)
     message = (
-        f"adapter/{name} has another SHA-256 than its manifest says; copy the adapter again or, "
-        "if this change was meant, run dschat-lora accept "
+        f"adapter/{name} does not have the SHA-256 in its manifest; copy the adapter again or, "
+        "if the change is intended, run dschat-lora accept "
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         read(tmp_path / "adapter")
@@ -372,7 +372,9 @@ def test_deleted_or_unreadable_files_are_missed(read, adapter):
     weights = adapter / "adapter_model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(b"\xff" * len(data))
-    message = r"adapter_model\.safetensors has another SHA-256 .*; copy or save the adapter again"
+    message = (
+        r"adapter_model\.safetensors does not have the SHA-256 .*; copy or save the adapter again"
+    )
     refused(adapter, message, read)
     weights.unlink()
     refused(adapter, r"adapter_model\.safetensors is missing; copy or save", read)
@@ -389,7 +391,7 @@ def test_change_that_was_meant_is_accepted_by_the_command_of_the_message(tmp_pat
     write(directory)
     path = directory / "adapter_config.json"
     path.write_text(path.read_text().replace("some/base", "moved/base"))
-    with pytest.raises(ValueError, match="if this change was meant, run") as refused:
+    with pytest.raises(ValueError, match="if the change is intended, run") as refused:
         read_adapter(directory)
     program, *command = shlex.split(str(refused.value).rpartition(" run ")[2])
     assert program == "dschat-lora"
@@ -398,6 +400,6 @@ def test_change_that_was_meant_is_accepted_by_the_command_of_the_message(tmp_pat
 
 
 def test_no_manifest_is_written_where_there_is_no_adapter(tmp_path):
-    with pytest.raises(ValueError, match="is no adapter"):
+    with pytest.raises(ValueError, match="is not an adapter"):
         accept_adapter(tmp_path)
     assert os.listdir(tmp_path) == []

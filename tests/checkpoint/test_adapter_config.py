@@ -24,7 +24,7 @@ CONFIG = AdapterConfig(
 def test_directory_without_config_is_no_adapter(tmp_path):
     assert not is_adapter_directory(tmp_path)
     assert not is_adapter_directory(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"is no adapter: it has no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"is not an adapter: it has no adapter_config\.json"):
         read_adapter_config(tmp_path)
 
 

@@ -247,7 +247,7 @@ def test_adapter_saved_anew_by_peft_is_read_once_its_old_manifest_is_deleted(kin
     theirs = peft.PeftModel.from_pretrained(tiny_model(kind), directory, is_trainable=True)
     randomise(p for p in theirs.parameters() if p.requires_grad)
     theirs.save_pretrained(directory)
-    message = rf"adapter_\w+\.\w+ has .*; if PEFT saved the adapter anew, delete {directory}/manif"
+    message = rf"adapter_\w+\.\w+ has .*; if PEFT has saved the adapter again, delete {directory}"
     for read in (read_adapter, verify_adapter):
         with pytest.raises(ValueError, match=message):
             read(directory)

@@ -96,7 +96,7 @@ def test_long_files_are_hashed_whole(saved):
         changed = bytearray(data)
         changed[position] ^= 1
         (saved / "long").write_bytes(changed)
-        refused(saved, "long has another SHA-256")
+        refused(saved, "long does not have the SHA-256")
 
 
 def test_weights_without_header_get_no_manifest(saved):
@@ -195,7 +195,7 @@ def test_every_changed_byte_and_other_length_of_a_file_is_found(name, saved):
         changed = bytearray(data)
         changed[position] ^= 0x10
         (saved / name).write_bytes(changed)
-        refused(saved, f"saved/{name} has another SHA-256 than its manifest says$")
+        refused(saved, f"saved/{name} does not have the SHA-256 in its manifest$")
     for changed in (data + b"\0", data[:-1], data[:1], b""):
         (saved / name).write_bytes(changed)
         says = f"has {len(changed)} bytes, its manifest says {len(data)}$"
@@ -244,7 +244,7 @@ OUTSIDE = r"manifest\.json lists .*, which lies outside "
     ("name", "message"),
     [
         *((name, OUTSIDE) for name in ("../out", "data/../../out", "data/../state.json", "a\0b")),
-        *((name, "is no regular file") for name in ("", ".", "data", "pipe")),
+        *((name, "is not a regular file") for name in ("", ".", "data", "pipe")),
         ("x" * 300, "cannot be read: File name too long"),
         ("state.json/x", "cannot be read: Not a directory"),
         ("ABS", OUTSIDE),
@@ -267,7 +267,7 @@ def test_links_are_followed_and_their_content_checked(saved):
     (saved.parent / "alias").symlink_to(saved, target_is_directory=True)
     verify(saved.parent / "alias", kind="checkpoint")
     outside.write_bytes(outside.read_bytes()[:-1] + b" ")
-    refused(saved, r"saved/state\.json has another SHA-256")
+    refused(saved, r"saved/state\.json does not have the SHA-256")
     for target, message in (("nowhere", "is missing"), (path, "cannot be read: Too many levels")):
         path.unlink()
         path.symlink_to(target)
@@ -302,8 +302,8 @@ def test_header_names_tensors_and_metadata(tmp_path):
         ("{}", 1, "Expecting property name"),
         ("", 0, "Expecting value"),
         (b"\xff\xff", 2, "codec can't decode"),
-        ("[]", 2, "no JSON object of tensors"),
-        ('{"__metadata__":[]}', 19, "no JSON object of tensors"),
+        ("[]", 2, "not a JSON object of tensors"),
+        ('{"__metadata__":[]}', 19, "not a JSON object of tensors"),
         ('{"w":[]}', 8, "lacks dtype or shape of 'w'"),
         ('{"w":{"dtype":"F32"}}', 21, "lacks dtype or shape of 'w'"),
         ("[" * 100_000, 100_000, "nested too deeply"),

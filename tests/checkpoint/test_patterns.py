@@ -114,7 +114,7 @@ def test_an_adapter_of_another_pattern_does_not_fit(pattern, key, value, message
 
 
 def test_a_key_that_cannot_be_matched_is_refused():
-    with pytest.raises(ValueError, match="is no regular expression"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         matching_key(["q_proj", "*"], "model.k_proj")
     with pytest.raises(ValueError, match="takes more than"):
         matching_key(["(a|a|aa)+b"], "a" * 60)

@@ -150,7 +150,9 @@ def test_a_learning_rate_beside_adapters_is_theirs_in_verbs(
 
 
 def test_a_rate_without_effect_is_noted_where_nothing_else_is_said(checked, capsys):
-    said = "--learning_rate has no effect: adapters alone train, at --lora_learning_rate 0.0005"
+    said = (
+        "--learning_rate has no effect: only adapters are trained, at --lora_learning_rate 0.0005"
+    )
     checked("script", "sft", "--lora_dim 4 --learning_rate 1e-3")
     assert said in capsys.readouterr().out
     checked("verb", "sft", "--lora_dim 4 --learning_rate 1e-3")
@@ -273,7 +275,7 @@ def test_the_bundled_data_is_for_the_bundled_model_and_what_is_made_of_it(
 
 def test_an_adapter_on_another_base_needs_data_too(checked, tmp_path):
     write_adapter_config(tmp_path / "foreign", base_model_name_or_path="some/model")
-    with pytest.raises(ValueError, match="--model_name_or_path .*foreign needs data of its own"):
+    with pytest.raises(ValueError, match="--model_name_or_path .*foreign needs --data_path"):
         checked("verb", "sft", "--model_name_or_path foreign")
 
 

@@ -359,7 +359,7 @@ def test_yaml_null_is_the_absent_value_of_an_optional_field(from_yaml):
         ("a: [", ["cannot be read"]),
         (b"\xff\xfe\x00", ["cannot be read"]),
         ("config: other.yaml", ["unknown option --config"]),
-        ("lr_probe: 60", ["option --lr_probe is gone since version 0.3.0"]),
+        ("lr_probe: 60", ["option --lr_probe was removed in version 0.3.0"]),
         ("given: [size]", ["unknown option --given"]),
         ("1: 2", ["unknown option --1"]),
     ],
@@ -374,8 +374,8 @@ def test_yaml_mistake_names_the_file_the_option_and_what_is_allowed(from_yaml, t
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("size: 1\nname: a\nsize: 2", "'size' stands twice"),
-        ("name: &a {x: 1, x: 2}", "'x' stands twice"),
+        ("size: 1\nname: a\nsize: 2", "'size' is given twice"),
+        ("name: &a {x: 1, x: 2}", "'x' is given twice"),
         ("size: !!int ''", "int"),
         ("fast: !!bool x", "'x' is neither true nor false"),
         ("name: !!timestamp x", "timestamp"),
@@ -412,7 +412,9 @@ def test_an_empty_text_is_refused_as_that_of_a_variable_which_is_not_set(from_ya
 
 @pytest.mark.parametrize("option", ["name", "paths"])
 def test_two_dashes_as_a_value_are_refused_and_not_dropped(option):
-    with pytest.raises(ValueError, match=f"--{option} cannot be --, which ends the options"):
+    with pytest.raises(
+        ValueError, match=f"--{option} cannot be --, which marks the end of options"
+    ):
         parse_config(Whole, [f"--{option}=--"])
 
 

@@ -94,7 +94,7 @@ def test_a_run_refuses_links_and_pipes_before_it_begins(out, name):
         check_links(out)
     (out / name).unlink()
     os.mkfifo(out / name)
-    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+    with pytest.raises(ValueError, match=f"{name} is not a regular file"):
         check_links(out)
 
 

@@ -58,20 +58,20 @@ def test_sound_data_passes_without_a_word():
         (
             {"train_rows": 0, "supervised_tokens": 0},
             "no training rows are left after the split; give more data in --data_path or "
-            "--eval_ratio 0, which holds none out, or look at --data_split and --data_weights "
+            "--eval_ratio 0, which holds none out, or check --data_split and --data_weights "
             "(1 rows were left out as copies of held-out ones)",
         ),
         (
             {"supervised_tokens": 0, "eos_samples": 0, "dropped_rows": 100},
-            "no token of the 100 training rows would be learnt: 100 rows were dropped because "
+            "no token of the 100 training rows would be trained on: 100 rows were dropped because "
             "prompt and completion do not fit --max_seq_len 512 (longest row: 1200 tokens); "
             "raise it",
         ),
         (
             {"eos_samples": 0},
-            "none of the 96 training samples ends in end-of-sequence, so nothing would be "
-            "learnt of where answers end; raise --max_seq_len 512, or use --overlong drop to leave "
-            "out the rows that are cut",
+            "none of the 96 training samples ends in end-of-sequence, so the model would not "
+            "learn to end answers; raise --max_seq_len 512, or use --overlong drop to drop the "
+            "truncated rows",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_data_that_teaches_nothing_stops_the_run(changes, message):
         ({"eos_samples": 47}, "only 49% of the samples end in end-of-sequence"),
         ({"dropped_rows": 6, "truncated_rows": 5}, "11 of 100 training rows are longer than"),
         ({"overlap_removed": False}, "1 training rows are in --eval_data_path too"),
-        ({"doubled_bos_rows": 3}, "3 rows begin with a beginning-of-sequence of their own"),
+        ({"doubled_bos_rows": 3}, "3 rows contain their own beginning-of-sequence token; only one"),
         ({"eval_samples": 0}, "no row is held out"),
     ],
 )

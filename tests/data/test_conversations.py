@@ -302,7 +302,7 @@ def test_with_train_on_prompt_what_samples_of_a_row_share_is_learnt_once():
     ("row", "message"),
     [
         ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` must be a JSON object"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "has 'tokenize', which is no variable"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "has 'tokenize', which is not a variable"),
         ({"tools": "add"}, "`tools` must be a list of JSON schemas, found add"),
         ({"tools": [{"name": "f"}]}, "the built-in chat format has no place for tools"),
     ],
@@ -355,7 +355,7 @@ def test_the_built_in_format_saved_as_a_template_renders_the_text_that_trained(t
     ("text", "message"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("{% for m in messages %}", "is no Jinja template: line 1: Unexpected end of template"),
+        ("{% for m in messages %}", "is not a Jinja template: line 1: Unexpected end of template"),
         ("{{ message }}", "must be a Jinja template that renders `messages`"),
     ],
 )
@@ -398,12 +398,12 @@ def test_samples_of_a_row_are_held_out_together_and_counted(prepared, jsonl):
     assert audit.eos_share == 1.0
     assert (
         "answers      17 rows with 34 samples, one for each answer: the chat template renders "
-        "earlier turns differently once later ones follow" in audit.lines()
+        "earlier turns differently when later ones follow" in audit.lines()
     )
     assert audit.empty_thoughts == 34
     assert (
-        "thoughts     34 empty ones, which the chat template adds, are read and not learnt "
-        "(--train_empty_think learns them)" in audit.lines()
+        "thoughts     34 empty ones, which the chat template adds, are not trained on (use "
+        "--train_empty_think to train on them)" in audit.lines()
     )
     every = prepared(path, "qwen3", eval_ratio=0.2, train_empty_think=True).audit
     # A token each: <think>, two lines, </think>, two lines.

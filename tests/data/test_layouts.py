@@ -173,8 +173,8 @@ def test_a_label_may_be_true_or_false_in_any_form(good):
 def test_answers_with_a_label_are_not_quietly_learnt():
     row = {"prompt": "p", "completion": "c", "label": True}
     assert reason(row, kind="samples") == (
-        "f:1: row has a `label`, so its answer may be a bad one; --unpaired_rows good_only learns "
-        "those with label true, all learns every answer"
+        "f:1: row has a `label`, so its answer may be bad; --unpaired_rows good_only trains on "
+        "those with label true, all on every answer"
     )
     wrong = "found 'maybe'; --unpaired_rows all ignores it"
     for unpaired in ("refuse", "good_only"):
@@ -200,8 +200,8 @@ def test_a_margin_is_any_number_or_the_text_of_one_in_a_column_of_any_name(margi
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (["promt=q"], f"promt=q: 'promt' is none of {', '.join(COLUMNS)}; did you mean prompt?"),
-        (["zzz=q"], f"zzz=q: 'zzz' is none of {', '.join(COLUMNS)}"),
+        (["promt=q"], f"promt=q: 'promt' is not one of {', '.join(COLUMNS)}; did you mean prompt?"),
+        (["zzz=q"], f"zzz=q: 'zzz' is not one of {', '.join(COLUMNS)}"),
         (["prompt"], "must be NAME=COLUMN, as in prompt=question, got 'prompt'"),
         (["prompt="], "must be NAME=COLUMN, as in prompt=question, got 'prompt='"),
         (["prompt=a", "prompt=b"], "names prompt twice: a and b"),

@@ -185,7 +185,7 @@ def test_what_says_what_is_learnt_does_not_reach_the_template():
 def test_marks_that_cannot_be_told_apart_are_refused():
     template = MARKED.replace("a:{% gen", "a:{{ loop.length }}{% gen")
     message = refusal({"messages": weighed({}, {"weight": 0}, {})}, template)
-    assert "message 4 has weight 0, and the chat template renders earlier turns diff" in message
+    assert "message 4 has weight 0, but the chat template renders earlier turns diff" in message
 
 
 # ---------------------------------------------------------------------------- calls in older forms
@@ -417,7 +417,7 @@ def test_a_thought_that_an_answer_alone_has_is_not_left_out(name, lost):
 )
 def test_a_row_with_more_than_text_is_refused(row, column, content):
     plural = column.removesuffix("s") + "s"
-    reason = f"f:1: `{column}` is not empty; text alone trains, without {plural}"
+    reason = f"f:1: `{column}` is not empty; only text is trained on, without {plural}"
     assert refusal({**row, column: content}) == reason
     for nothing in (None, "", [], [None], {"bytes": None, "path": None}, float("nan")):
         assert len(records({**row, column: nothing}, BY_TURNS)) == 1
@@ -425,5 +425,5 @@ def test_a_row_with_more_than_text_is_refused(row, column, content):
     (name, text), *_ = row.items()
     marked = {name: f"{sign}{text}" if isinstance(text, str) else [u(f"a {sign}"), a("b")]}
     assert len(records({**row, **marked}, BY_TURNS)) == 1  # a word as any other
-    reason = f"f:1: a text has {sign}, and `{column}` is empty; text alone trains"
+    reason = f"f:1: a text has {sign}, and `{column}` is empty; only text is supported"
     assert refusal({**row, **marked, column: []}) == reason

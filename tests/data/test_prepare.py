@@ -173,7 +173,7 @@ def test_answers_that_their_label_calls_bad_are_left_out_and_counted(run, jsonl)
         {"unpaired preference": 2, "unpaired preference with label false left out": 2},
     )
     assert len(run(jsonl(rows), unpaired_rows="all").train) == 4
-    with pytest.raises(ValueError, match=r":1: row has a `label`, so its answer may be a bad one"):
+    with pytest.raises(ValueError, match=r":1: row has a `label`, so its answer may be bad"):
         run(jsonl(rows))
 
 

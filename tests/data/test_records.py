@@ -82,10 +82,10 @@ def test_an_implicit_prompt_is_what_both_answers_share(chosen, rejected, expecte
 
 def test_answers_that_share_nothing_need_a_prompt():
     assert reason({"chosen": "abc", "rejected": "xyz"}) == (
-        "f:1: `chosen` and `rejected` begin differently; give their `prompt`"
+        "f:1: `chosen` and `rejected` have no common prefix; give their `prompt`"
     )
     assert reason({"chosen": "\n\nAssistant:", "rejected": "\n\nAssistant: b"}) == (
-        "f:1: one of `chosen` and `rejected` adds nothing to the shared prompt"
+        "f:1: one of `chosen` and `rejected` is empty after the shared prompt"
     )
 
 
@@ -112,8 +112,8 @@ def test_equal_message_lists_still_end_in_an_answer():
 def test_a_preference_adds_one_answer():
     values = {"prompt": [USER], "chosen": [ANSWER, USER, ANSWER], "rejected": [ANSWER]}
     assert reason(values) == (
-        "f:1: `chosen` must add one assistant message to the prompt, "
-        "it adds ['assistant', 'user', 'assistant']"
+        "f:1: `chosen` must add one assistant message to the prompt, but adds ['assistant', "
+        "'user', 'assistant']"
     )
 
 
@@ -182,8 +182,8 @@ def test_answers_of_a_template_that_rewrites_earlier_turns_are_samples_of_their_
 def test_a_template_that_hides_where_an_answer_begins_is_refused():
     template = "{{ messages | length }}" + CHATML.replace("add_generation_prompt", "false")
     assert reason({"messages": [USER, ANSWER]}, template) == (
-        "f:1: the chat template renders what precedes message 2 differently once that message "
-        "follows, so its tokens cannot be told apart; give such rows as `prompt`, `completion`"
+        "f:1: the chat template renders what precedes message 2 differently when that message "
+        "follows, so its tokens cannot be identified; give such rows as `prompt`, `completion`"
     )
 
 
@@ -191,14 +191,14 @@ def test_an_answer_that_the_template_leaves_out_is_refused():
     template = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")
     said = {"role": "assistant", "content": "No."}
     assert reason({"messages": [USER, said]}, template) == (
-        "f:1: the chat template leaves out the content of message 2"
+        "f:1: the chat template omits the content of message 2"
     )
 
 
 def test_a_template_that_refuses_the_messages_says_why():
     template = "{{ raise_exception('only two roles') }}"
     assert reason({"messages": [USER, ANSWER]}, template) == (
-        "f:1: the tokenizer's chat template refuses the messages: only two roles"
+        "f:1: the tokenizer's chat template rejects the messages: only two roles"
     )
 
 
@@ -206,7 +206,7 @@ def test_a_template_that_refuses_the_messages_says_why():
     ("messages", "message"),
     [
         ([USER], "f:1: no message of role 'assistant' to train on"),
-        ([ANSWER, USER], "f:1: the first message is the assistant's; it answers nothing"),
+        ([ANSWER, USER], "f:1: the first message is from the assistant, without a prompt"),
         (
             [{"role": "tool", "content": "x"}, ANSWER],
             "f:1: role 'tool' has no place in the built-in chat format; use system, user or "

@@ -107,7 +107,7 @@ def test_a_format_of_rows_makes_one_of_each_wherever_it_is(provide, tmp_path, ki
     ((described, values),) = read(rows)
     assert described == "conversation (translation)"
     assert [each["content"] for each in values["messages"]] == ["a", "A"]
-    with pytest.raises(ValueError, match="translation makes 2 rows of this, where one belongs"):
+    with pytest.raises(ValueError, match="translation makes 2 rows of this instead of one"):
         parse_row(rows[0]._replace(values={"src": ["a", "b"], "tgt": ["A", "B"]}))
 
 
@@ -123,7 +123,7 @@ def test_a_format_of_a_key_has_the_whole_list_behind_it(provide, tmp_path):
 
 def test_a_format_that_cannot_be_used_is_left_out_in_one_line(provide):
     provide(broken="BROKEN")
-    with pytest.warns(UserWarning, match="add-on mine cannot be used and is left out.*'claims'"):
+    with pytest.warns(UserWarning, match="add-on mine cannot be loaded and is skipped.*'claims'"):
         assert row_formats.row_formats() == {}
 
 

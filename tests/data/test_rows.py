@@ -194,12 +194,12 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
         ),
         (
             "notes.md",
-            f"notes.md is a file of another kind; use {KINDS}, a directory of such files, or a hub "
-            "name",
+            f"notes.md is not a supported file type; use {KINDS}, a directory of such files, or a "
+            "hub name",
         ),
         (
             "bare",
-            "bare is a directory without a data file; it holds other.md; files may be " + KINDS,
+            "bare is a directory without data files; it contains other.md; files may be " + KINDS,
         ),
     ],
 )
@@ -221,8 +221,8 @@ def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
     with pytest.raises(RowError) as error:
         check_sources(DataConfig(eval_data_path=(str(path),)))
     assert str(error.value) == (
-        f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; name the text "
-        "to learn 'completion': a prompt alone has no answer (--columns completion=COLUMN)"
+        f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; a prompt alone has no "
+        "answer: name the text to train on 'completion' (--columns completion=COLUMN)"
     )
     check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
 
@@ -231,7 +231,10 @@ def test_a_row_with_images_is_refused_and_one_with_none_is_not(jsonl):
     path = jsonl([{**PAIR, "images": []}, {**PAIR, "images": ["a.png"]}])
     with pytest.raises(RowError) as error:
         check_sources(DataConfig(data_path=(str(path),)))
-    assert str(error.value) == f"{path}:2: `images` is not empty; text alone trains, without images"
+    assert (
+        str(error.value)
+        == f"{path}:2: `images` is not empty; only text is trained on, without images"
+    )
     check_sources(DataConfig(data_path=(str(path),), bad_rows="skip"))
 
 
@@ -254,7 +257,10 @@ def test_a_row_with_images_is_given_to_who_reads_them(jsonl):
     assert str(error.value) == f"{path}:2: no image"
     assert seen == [([name], ["prompt"], path.parent) for name in ("a", "bad")]
     for row, reason in [
-        ({**PAIR, "videos": ["a"]}, "`videos` is not empty; text alone trains, without videos"),
+        (
+            {**PAIR, "videos": ["a"]},
+            "`videos` is not empty; only text is trained on, without videos",
+        ),
         ({"text": "<image>", "images": []}, "a text has <image>, and `images` is empty"),
     ]:
         with pytest.raises(RowError) as error:

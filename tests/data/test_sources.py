@@ -122,7 +122,7 @@ def test_a_saved_data_set_has_the_rows_in_its_order(tmp_path):
     )
     source.files[1].unlink()
     assert reason("saved") == (
-        "saved/state.json names data-00001-of-00003.arrow, which is not there"
+        "saved/state.json names data-00001-of-00003.arrow, which does not exist"
     )
     (tmp_path / "saved" / "state.json").write_text("{")
     assert reason("saved").startswith("saved/state.json cannot be read: ")
@@ -169,7 +169,7 @@ def test_a_snapshot_of_several_data_sets_asks_for_one(tmp_path):
     for name in ("main", "socratic"):
         save(tmp_path / "snap" / name / "train-00000-of-00001.parquet", name)
     assert reason("snap") == (
-        "--data_path snap holds several data sets: main, socratic; name one of these directories"
+        "--data_path snap contains several data sets: main, socratic; give one of these directories"
     )
     assert texts("snap/main") == ["main"]
 
@@ -205,7 +205,7 @@ def test_a_tree_without_splits_is_read_whole(tmp_path):
         write(tmp_path / "tree" / f"{name}.jsonl", name)
     assert texts("tree") == ["de/a", "de/b", "en/x/y"]
     write(tmp_path / "deep" / "1" / "2" / "3" / "4" / "5" / "x.jsonl", "x")
-    assert "is a directory without a data file; it holds 1" in reason("deep")
+    assert "is a directory without data files; it contains 1" in reason("deep")
 
 
 def test_text_files_are_documents_where_there_is_no_other_data(tmp_path):

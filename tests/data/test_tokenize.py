@@ -309,7 +309,7 @@ def test_special_tokens_are_read_as_text_where_the_tokenizer_does_so():
 
 
 def test_a_tokenizer_without_vocabulary_is_an_error():
-    with pytest.raises(ValueError, match=r"finds no token in any of .*; is its vocabulary empty"):
+    with pytest.raises(ValueError, match=r"finds no token in any of .*; is the vocabulary empty"):
         make_encoder(build_byte_tokenizer(letters=""))
 
 

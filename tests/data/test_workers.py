@@ -57,7 +57,7 @@ def refuse_to_live(number):
 
 
 def test_a_killed_worker_is_one_line():
-    with pytest.raises(ChildProcessError, match="killed, perhaps for lack of memory; --prepro"):
+    with pytest.raises(ChildProcessError, match="killed, perhaps out of memory; --prepro"):
         list(map_in_order(refuse_to_live, range(4), workers=2))
 
 

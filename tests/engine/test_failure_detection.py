@@ -131,7 +131,7 @@ def test_an_error_of_any_process_is_said_once_and_ends_all(what, hosts, code, li
     ("number", "what", "reason"),
     [
         (signal.SIGKILL, "wait", "killed, or the network is cut"),
-        (signal.SIGSTOP, "silent", "not heard of for 1 s: stopped, or the network is cut"),
+        (signal.SIGSTOP, "silent", "no sign of life for 1 s: stopped, or the network is cut"),
     ],
 )
 @pytest.mark.parametrize("lost", [0, 1] if ALL else [1])

@@ -53,9 +53,9 @@ NEWER = INSTALL.format("2.13.0+cu130", "cu130")
 UPDATE = "update the driver to"
 FROM_SITE = "install a CUDA build from pytorch.org"
 NO_ONE = (
-    "no one build of torch serves compute capabilities 7.0 and 10.0: name cards of one of them in "
-    f"CUDA_VISIBLE_DEVICES, and for those up to 9.0 {OLDER}, for newer ones {UPDATE} 580 or newer "
-    f"and {NEWER}"
+    "no single build of torch supports compute capabilities 7.0 and 10.0: name cards of one of "
+    f"them in CUDA_VISIBLE_DEVICES, and for those up to 9.0 {OLDER}, for newer ones {UPDATE} 580 "
+    f"or newer and {NEWER}"
 )
 
 
@@ -89,7 +89,7 @@ NEEDS = "it is built for CUDA {}, which needs driver {} or newer"
         ("580.65.06, 8.0", "2.9.0a0+git1", None, None, f"{FROM_SITE} (cu130)"),
         (
             *("470.82.01, 3.5", "2.13.0+cpu", None, None),
-            "use a card of compute capability 5.0 or above, which 3.5 is not",
+            "use a GPU of compute capability 5.0 or above, which 3.5 is not",
         ),
         ("580.65.06, 7.0\n580.65.06, 10.0", "2.13.0+cpu", None, None, NO_ONE),  # V100 beside B200
         ("570.86.15, 10.0\n570.86.15, 7.0", "2.13.0+cu130", "13.0", 580, NO_ONE),
@@ -107,7 +107,7 @@ def test_a_driver_and_a_wheel_that_do_not_fit_are_named_with_the_remedy_for_the_
         gpu.usable(CPU)
     assert str(caught.value) == (
         f"torch {version} sees no GPU, though NVIDIA driver {driver} is here: {why}; {remedy}, or "
-        "compute on the CPU by DS_ACCELERATOR=cpu"
+        "use the CPU with DS_ACCELERATOR=cpu"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_driver_in_the_kernel_that_shows_no_card_asks_for_one(smi, monkeypatch
     version.parent.mkdir(parents=True)
     version.write_text(f"{module}GCC version:  gcc version 13.3.0\n")
     reason, remedy = gpu.problem(CPU)
-    assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no card" in reason
+    assert "NVIDIA driver 580.65.06 is here: it is built for CUDA 13.0, and no GPU" in reason
     assert "--gpus all" in remedy
     assert "restart" not in remedy
 
@@ -158,10 +158,10 @@ def test_files_of_cards_that_nvidia_smi_does_not_show_ask_for_one_too(smi, monke
     init = mock.Mock(side_effect=RuntimeError("no CUDA-capable device is detected"))
     monkeypatch.setattr(torch.cuda, "init", init)
     reason, remedy = gpu.problem(CPU)
-    assert "no card is shown here (no CUDA-capable device is detected)" in reason
+    assert "no GPU is visible (no CUDA-capable device is detected)" in reason
     assert "--gpus all" in remedy
     assert "--gres=gpu:1" in remedy
-    assert "see what nvidia-smi shows" in remedy
+    assert "check nvidia-smi" in remedy
 
 
 def test_machines_without_a_driver_and_hidden_gpus_compute_on_the_cpu(smi, monkeypatch):
@@ -329,7 +329,7 @@ def test_lacking_kernels_are_in_the_build_for_the_card(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some Card")
     _, advice = gpu.problem(torch.device("cuda", 0))
-    assert advice == f"{remedy}, or compute on the CPU by DS_ACCELERATOR=cpu"
+    assert advice == f"{remedy}, or use the CPU with DS_ACCELERATOR=cpu"
     other = {0: capability, 1: (7, 0) if capability > (9, 0) else (10, 0)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
@@ -337,7 +337,7 @@ def test_lacking_kernels_are_in_the_build_for_the_card(
     )
     gpu._lacking_kernels.cache_clear()
     _, advice = gpu.problem(torch.device("cuda", 0))
-    assert ("no one build of torch serves" in advice) == ("newer torch" not in remedy)
+    assert ("no single build of torch supports" in advice) == ("newer torch" not in remedy)
 
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -355,7 +355,7 @@ def allocator(monkeypatch):
 
 REFUSED = "the GPU refuses expandable segments, without which memory may be fragmented"
 FULL = "CUDA out of memory. Tried to allocate 64.00 MiB"
-FILLED = "another program fills the GPU, where expandable segments cannot be tried"
+FILLED = "another program uses all GPU memory, so expandable segments cannot be tested"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ TYPES = (
     *("nemotron_h", "olmoe", "phi", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "seed_oss"),
     *("smollm3", "stablelm", "starcoder2", "zamba2"),
 )
-WAITS = "decoding without CUDA graphs, more slowly: the model waits for the GPU at "
+WAITS = "decoding without CUDA graphs, more slowly: the model synchronizes with the GPU at "
 WAITS += r"(modeling_\w+|moe)\.py:\d+"
 
 

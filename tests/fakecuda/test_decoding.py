@@ -72,7 +72,7 @@ def test_each_shape_runs_once_as_it_is_before_it_is_captured(fake_device):
 @pytest.mark.parametrize(
     ("fault", "begun", "reason"),
     [
-        ("seen wait", 0, r"the model waits for the GPU at faults\.py:\d+"),
+        ("seen wait", 0, r"the model synchronizes with the GPU at faults\.py:\d+"),
         ("unseen wait", 0, r"CUDA error: operation not permitted .* synchronize at .* unseen_wait"),
         ("wrong", 1, "a model that minds captures"),
     ][:: 1 if ALL else 3],

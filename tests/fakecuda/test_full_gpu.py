@@ -31,8 +31,9 @@ def test_what_decoding_keeps_makes_room_for_training(fake_device, tmp_path):
     assert record["memory"]["keeps_cache"]
     assert record["status"] == "finished"
     assert events == [
-        "the GPU had no room to train beside what decoding keeps: that was freed, which changes "
-        "no result, and is after every rollout from here on, as by --release_inference_cache"
+        "the GPU ran out of memory for training next to the KV cache, which was freed; from here "
+        "on it is freed after every rollout, as with --release_inference_cache, which does not "
+        "change results"
     ]
 
 

@@ -37,4 +37,4 @@ def test_a_full_gpu_decodes_half_as_many_and_goes_on(fake_device, tmp_path):
     assert noted["error"] is None
     assert record_of(out)["status"] == "finished"
     assert "rollouts     64 of 64 responses at a time (--max_num_seqs auto: 0.0625 GiB of" in said
-    assert said.count("a GPU was full with 64 responses decoded at a time: 32 are from here") == 1
+    assert said.count("a GPU ran out of memory with 64 responses decoded at a time; from here") == 1

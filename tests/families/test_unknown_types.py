@@ -120,7 +120,7 @@ def test_what_is_found_of_a_right_type():
     [
         (
             "both ways",
-            r"Means is no causal language model: .* tokens after them \(relative error 0",
+            r"Means is not a causal language model: .* depend on later tokens \(relative error 0",
         ),
         ("counts padding", r"random samples in padded rows differ .* \(relative error \d"),
         ("keeps states", r"relative error"),
@@ -149,5 +149,5 @@ def test_a_look_leaves_the_mask_of_a_backbone_as_it_was():
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path, kind):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{kind} models are encoder-decoders, and only decoders"):
+    with pytest.raises(ValueError, match=f"{kind} models are encoder-decoders, but only decoders"):
         load_config(str(tmp_path), ModelConfig())

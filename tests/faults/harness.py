@@ -118,7 +118,7 @@ def read_manifested(directory):
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise AssertionError(f"{directory / MANIFEST} is no JSON: {error}") from None
+        raise AssertionError(f"{directory / MANIFEST} is not JSON: {error}") from None
     there = {str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir()}
     listed = manifest["files"]
     assert there - {MANIFEST} <= listed.keys(), f"{directory} holds {sorted(there - listed.keys())}"
@@ -256,6 +256,6 @@ def _lasting_state(checkpoint):
 
 
 def _files(directory):
-    """Every file's bytes by name; none where there is no directory."""
+    """Every file's bytes by name; none where there is not a directory."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in paths}

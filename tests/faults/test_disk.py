@@ -87,7 +87,7 @@ def check_refusal(done, error):
     assert not broken_checkpoints(done.out)
     valid = valid_checkpoints(done.out)
     if valid and trained_steps(done.out) < STEPS:
-        named = re.search(r"The last good checkpoint is out/checkpoints/step-(\d+)$", lines[0])
+        named = re.search(r"The newest valid checkpoint is out/checkpoints/step-(\d+)$", lines[0])
         assert named, said
         assert int(named[1]) in valid, said
 

@@ -95,7 +95,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undis
 
     _, running = start(name, home)
     assert not any(running.wait()), running.output()
-    begun = f"going on from out/checkpoints/step-{newest:08d}" if newest else "a fresh start"
+    begun = (
+        f"resuming from out/checkpoints/step-{newest:08d}" if newest else "starting from scratch"
+    )
     assert begun in running.out()
     check_same_end(home / "out", undisturbed(name))
 

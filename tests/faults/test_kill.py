@@ -130,7 +130,7 @@ def test_killed_at_random_instants_it_goes_on_and_ends_as_if_it_never_was(
         assert not broken_checkpoints(out)
         # It went on from the newest checkpoint, if it came that far, and lost none.
         assert "rejected" not in said, said
-        if begun := re.search(r"going on from \S+/step-(\d+),|(a fresh start)", said):
+        if begun := re.search(r"resuming from \S+/step-(\d+),|(starting from scratch)", said):
             assert int(begun[1] or 0) == newest, said
         later = max(valid_checkpoints(out), default=0)
         assert later >= newest

@@ -189,7 +189,7 @@ BAD = "holds values that are not finite"
 TRAINED = f"{SFT}opt/base --lora_dim 2"
 DESTROYED = f"{TRAINED} --max_steps 5 --weight_decay 1e30 --lora_learning_rate 1e30"
 UNDRAWABLE = f"{RLOO}distinct --max_steps 1 --actor_lora_learning_rate 1e30"
-NOT_DRAWN = "stopped after step 1: no token can be drawn: the model's logits are not finite"
+NOT_DRAWN = "stopped after step 1: no token can be sampled: the model's logits are not finite"
 OWN_ANSWERS = "eval opt/actor prompts.jsonl --reward_model spoilt --max_new_tokens 4"
 GENERATE, MERGE = "generate spoilt ab --max_new_tokens 4", "merge spoilt --output_dir merged"
 LOADS = [f"{SFT}spoilt", f"{SFT}spoilt --base_bits 4 --lora_dim 2", f"{REWARD}spoilt", GENERATE]
@@ -286,7 +286,7 @@ REFUSALS = [
         ),
     ),
     *[
-        ("loud head", line, ["the reward model gives", "'ocdgnaxfd'; a score is a finite"], [])
+        ("loud head", line, ["the reward model gives", "'ocdgnaxfd'; a score must be a finite"], [])
         for line in BY_MODEL[: None if ALL else 1]
     ],
     ("nothing", f"{JUDGED}nothing", ["no answer was scored"], []),

@@ -113,7 +113,9 @@ def test_a_sequence_whose_token_cannot_be_drawn_ends_and_the_others_do_not(kind,
 def test_a_caller_that_cannot_leave_answers_out_is_told():
     model = tiny_model("llama")
     model.set_output_embeddings(Spoilt(model.get_output_embeddings(), [(1, 1)]))
-    with pytest.raises(ValueError, match="^no token can be drawn: the model's logits are not fini"):
+    with pytest.raises(
+        ValueError, match="^no token can be sampled: the model's logits are not fini"
+    ):
         decode(
             model,
             PROMPTS,

@@ -133,7 +133,7 @@ def test_a_model_that_decodes_otherwise_with_our_cache_goes_without(fault, monke
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_cache(model)  # once
-    with pytest.raises(ValueError, match="states our cache does not hold"):
+    with pytest.raises(ValueError, match="states the KV cache does not support"):
         SlotRows(model, pad_id=0)
     seeds = [[0]] * len(PROMPTS)
     decoder = decoder_of(model)

@@ -132,11 +132,11 @@ def test_a_silent_peer_is_given_up(hosts, lost):
     try:
         (code,) = runs[0].wait(20)
         (line,) = errors(runs[0])
-        assert line.startswith("error: host B, rank 1 is gone (not heard of for 3 s")
+        assert line.startswith("error: host B, rank 1 is gone (no sign of life for 3 s")
         if lost == "cable":
             assert runs[1].wait(20) == [1]
             (line,) = errors(runs[1])
-            assert line.startswith("error: host A, rank 0 is gone (not heard of for 3 s")
+            assert line.startswith("error: host A, rank 0 is gone (no sign of life for 3 s")
     finally:
         hosts.cable("up")
         runs[1].signal(signal.SIGCONT)

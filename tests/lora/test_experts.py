@@ -300,7 +300,7 @@ def test_options_choose_experts_and_do_not_name_those_that_stay_frozen(options, 
         targets = choose_targets(base, config)
         assert sorted({name.rpartition(".")[2] for name in targets}) == expected
         return
-    words = f"^{expected}.* names experts, and --expert_lora_dim 0 leaves"
+    words = f"^{expected}.* matches experts, but --expert_lora_dim 0 leaves"
     with pytest.raises(ValueError, match=words):
         choose_targets(base, config)
 

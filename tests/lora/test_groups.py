@@ -181,14 +181,14 @@ def test_sizes_come_from_the_heads_of_the_model():
         (
             lambda: packed_model("gpt2", "c_attn", Conv1D(12, 4), num_attention_heads=2),
             "all-linear",
-            "--enable_lora q v: h.0.out of this model (gpt2) does not hold q, k and v one after "
-            "another; use --target_modules c_attn",
+            "--enable_lora q v: h.0.out of this model (gpt2) is not a concatenation of q, k and "
+            "v; use --target_modules c_attn",
         ),
         (
             lambda: packed_model("gpt_neox", "query_key_value", nn.Linear(4, 12)),
             "query_key_value",
-            "--enable_lora q v: h.0.query_key_value of this model (gpt_neox) does not hold q, k "
-            "and v one after another; use it with one of gpt2, mpt, openai-gpt, phi3",
+            "--enable_lora q v: h.0.query_key_value of this model (gpt_neox) is not a "
+            "concatenation of q, k and v; use it with one of gpt2, mpt, openai-gpt, phi3",
         ),
         (
             lambda: packed_model(
@@ -198,7 +198,7 @@ def test_sizes_come_from_the_heads_of_the_model():
             "--enable_lora q v: h.0.c_attn has 8 outputs, not the 12 of q, k and v of the model's "
             "configuration",
         ),
-        (divided, "c_attn", "--enable_lora q v is for whole layers, not for"),
+        (divided, "c_attn", "--enable_lora q v is not supported with"),
     ],
     ids=["not packed", "packed by heads", "of another width", "divided"],
 )

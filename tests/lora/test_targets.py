@@ -62,12 +62,12 @@ REFUSED = {
     "no likely guess": (("zzz",), {}, r"'zzz' matches no layer\. The model has: c_proj, "),
     "norms": (("norm",), {}, "'norm' matches no layer"),
     "a rule beside a name": (
-        *(("head", "all-linear"), {}, "'all-linear' must stand alone, got 2 values"),
+        *(("head", "all-linear"), {}, "'all-linear' must be the only value, got 2 values"),
     ),
     "a pattern beside a name": (
-        *(("head", "q_.*"), {}, r"'q_\.\*' must stand alone, got 2 values"),
+        *(("head", "q_.*"), {}, r"'q_\.\*' must be the only value, got 2 values"),
     ),
-    "a broken pattern": (("(",), {}, r"--target_modules '\(' is no regular expression"),
+    "a broken pattern": (("(",), {}, r"--target_modules '\(' is not a regular expression"),
 }
 
 
@@ -119,7 +119,7 @@ def test_minimal_endings_hit_the_names_and_nothing_else(names, expected):
 
 def test_saved_endings_allow_for_matching_inside_a_part():
     assert minimal_saved_endings(["old_score"], PATHS) == ["old_score"]
-    with pytest.raises(ValueError, match="PEFT would save further modules too"):
+    with pytest.raises(ValueError, match="PEFT would save other modules too"):
         minimal_saved_endings(["score"], PATHS)
 
 
@@ -140,7 +140,7 @@ def test_what_the_kernel_of_mamba_blocks_passes_by_is_left_out_and_refused_by_na
     for kind in MAMBA:
         assert names_of_type(kind) == ["layers.0.in_proj"]
     assert names_of_type("qwen3_next") == ["layers.0.in_proj", "layers.0.out_proj"]
-    words = r"'out_proj', whose adapter the GPU kernel of Mamba blocks \(mamba2\) would pass by"
+    words = r"'out_proj', whose adapter the GPU kernel of Mamba blocks \(mamba2\) would bypass"
     for options in ({"target_modules": ("in_proj", "out_proj")}, {"lora_module_name": "proj"}):
         with pytest.raises(ValueError, match=words):
             names_of_type("mamba2", **options)

@@ -45,8 +45,8 @@ def test_a_kernel_that_is_named_is_taken_or_refused(tmp_path):
     assert attention_note(model, config) is None  # as was asked for
     unusual_model("gemma2").save_pretrained(tmp_path / "gemma2")
     message = (
-        "--attn_implementation sdpa: gemma2 has no such kernel in transformers; leave the option "
-        "out, which takes another"
+        "--attn_implementation sdpa: gemma2 has no such implementation in transformers; "
+        "drop the option to use another"
     )
     with pytest.raises(ValueError, match=message):
         loaded(tmp_path / "gemma2", ModelConfig(attn_implementation="sdpa"))

@@ -92,7 +92,9 @@ def test_options_of_experts_are_refused_where_none_is_adapted(mixture, options, 
     lora = LoraConfig(lora_dim=4, **options)
     check_targets(mixture, ModelConfig(), lora, expert_learning_rate=rate)
     few = replace(lora, target_modules=("q_proj",))
-    with pytest.raises(ValueError, match=f"^{named} is for experts, and none is among the layers"):
+    with pytest.raises(
+        ValueError, match=f"^{named} is for experts, but none are among the adapted"
+    ):
         check_targets(mixture, ModelConfig(), few, expert_learning_rate=rate)
     with pytest.raises(ValueError, match=f"^{named} is for mixtures of experts"):
         check_targets(SOURCE, ModelConfig(), lora, expert_learning_rate=rate)

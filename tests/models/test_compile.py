@@ -107,7 +107,9 @@ def test_decoding_with_a_cache_runs_blocks_as_they_are(counted):
 
 
 def test_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="--compile compiles a model's blocks, and Linear has no"):
+    with pytest.raises(
+        ValueError, match="--compile compiles transformer blocks, but Linear declares no"
+    ):
         compile_blocks(nn.Linear(2, 2))
 
 
@@ -134,7 +136,7 @@ def test_missing_compiler_is_one_clear_line(monkeypatch, kind, words):
 
 
 def test_sharded_weights_are_refused():
-    with pytest.raises(ValueError, match="--compile does not go with --zero_stage 3"):
+    with pytest.raises(ValueError, match="--compile cannot be combined with --zero_stage 3"):
         check_compile(LoadConfig(compile=True), 0, 3)
     check_compile(LoadConfig(compile=True), 2, None)
     check_compile(LoadConfig(), 3)

@@ -265,7 +265,7 @@ def test_an_adapter_of_the_text_model_by_its_own_names_is_refused(tmp_path):
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(tmp_path / "alone")
-    with pytest.raises(ValueError, match=r"factors of model\.layers\.1\S+, which is no layer"):
+    with pytest.raises(ValueError, match=r"factors of model\.layers\.1\S+, which is not a layer"):
         build(tmp_path / "alone")
 
 
@@ -369,5 +369,5 @@ def test_a_composite_model_of_bitsandbytes_is_read_and_its_vision_is_not_merged(
     model = build(base).model
     assert bits_of(model) == 4
     torch.testing.assert_close(logits(model), logits(stock).to(torch.float32), **ROUNDED)
-    with pytest.raises(ValueError, match="is quantised, which fits no merged model"):
+    with pytest.raises(ValueError, match="is quantised, which a merged model"):
         merge(tmp_path / "merged", model, base)

@@ -272,7 +272,7 @@ def test_distance_of_another_base_is_that_of_both_models(
     before = base_fingerprint(other)
     source = find_model(str(tmp_path / "adapter"))
     words = base_warning(other, source, None, bits=loaded)
-    assert f"was trained on a {trained}-bit base, and this one has {loaded} bits" in words
+    assert f"was trained on a {trained}-bit base, but this one has {loaded} bits" in words
     assert f": {report.kl_nats_per_token:.2g} nats per token" in words
     assert report.kl_nats_per_token > 1e-4
     assert base_fingerprint(other) == before

@@ -44,5 +44,5 @@ def test_a_reward_model_without_its_head_gets_no_other(tmp_path):
     save_file(plain, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     build(build_reward_model, tmp_path / "base")
     damaged(tmp_path / "base", "score")
-    with pytest.raises(ValueError, match="is no reward model: it has no score head"):
+    with pytest.raises(ValueError, match="is not a reward model: it has no score head"):
         build(build_reward_model, tmp_path / "base")

@@ -551,14 +551,14 @@ def test_reward_adapter_that_names_no_head_is_refused(model_directory, tmp_path)
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path):
     tiny_model("llama", num_labels=3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"a reward model gives one score, it has 3"):
+    with pytest.raises(ValueError, match=r"a reward model must have one score, but it has 3"):
         built(tmp_path)
 
 
 @saves
 def test_no_head_is_drawn_where_there_must_be_one(model_directory, tmp_path):
     base = model_directory("opt")
-    with pytest.raises(ValueError, match=r"is no reward model: it has no score head"):
+    with pytest.raises(ValueError, match=r"is not a reward model: it has no score head"):
         built(base, LoraConfig(), new_head=False)
     save(built(base, build=build_causal_lm), tmp_path / "adapter", base)
     with pytest.raises(ValueError, match=r"is an adapter of a CAUSAL_LM model, not of a reward"):

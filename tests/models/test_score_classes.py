@@ -147,7 +147,7 @@ def test_a_head_of_another_name_is_refused_by_it(beside, tmp_path):
     model.save_pretrained(tmp_path)
     config = load_config(str(tmp_path), OPTIONS)
     more = {"base": model} if beside else {}
-    with pytest.raises(ValueError, match="a ctrl model has no 'score' head that could be read"):
+    with pytest.raises(ValueError, match="a ctrl model has no 'score' head that can be read"):
         load_reward_model(
             *(str(tmp_path), config, OPTIONS),
             **{"dtype": torch.float32, "seed": 0, "meta": False, **more},

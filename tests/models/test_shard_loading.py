@@ -141,7 +141,7 @@ def test_weights_that_do_not_fit_are_named(model_directory, tmp_path, rank, name
 def test_more_ranks_than_words_to_divide_are_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("gpt2", vocab_size=5))
-    with pytest.raises(ValueError, match="size 4 leaves some process none of the 5 tokens"):
+    with pytest.raises(ValueError, match="size 4 leaves a process without any of the 5 tokens"):
         divide(model, TensorGroup(None, 0, 4))
 
 

@@ -127,7 +127,7 @@ def test_one_call_a_layer_gives_the_loss_and_gradient_of_a_dense_mask(
     assert_as_by_mask(kind, loss, gradients, monkeypatch)
 
 
-@pytest.mark.skipif(attention.kernel() is None, reason="this torch has no such kernel")
+@pytest.mark.skipif(attention.kernel() is None, reason="this torch has no such implementation")
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_read_back_from_the_device(kind, on_gpu, monkeypatch):
     # On the meta device there is nothing to read: whatever asks for a value fails.

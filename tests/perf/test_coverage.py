@@ -31,7 +31,7 @@ def test_experts_and_router_that_no_adapter_reaches_are_named_with_their_share()
     share = attention / (attention + experts + router)
     assert covered.share == pytest.approx(share)
     assert covered.warning == (
-        f"adapters reach {share:.0%} of the weights of linear layers; left out: experts "
+        f"adapters reach {share:.0%} of the weights of linear layers; not adapted: experts "
         f"({experts / (attention + experts + router):.0%})"
     )
 

@@ -236,7 +236,7 @@ def test_a_mixture_that_does_not_say_how_many_experts_a_token_takes_is_refused_b
     model = build("qwen3_moe", mlp_only_layers=[0, 1])
     vars(model.config)["num_experts_per_tok"] = None
     model.model.layers[0].mlp = ListedExperts(None, 4, 64, 32)
-    with pytest.raises(ValueError, match="how many of 4 experts a token is sent to is not known"):
+    with pytest.raises(ValueError, match=r"active experts per token \(of 4\) is unknown"):
         describe(model)
 
 

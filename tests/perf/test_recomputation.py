@@ -246,10 +246,10 @@ def test_what_was_chosen_is_told_with_what_the_other_would_take():
     )
     _, words = decide("", by_rows, free=11.2, peak=1.0)
     assert words == (
-        "activations are kept in smaller micro-batches (--per_device_train_batch_size 8 "
+        "activations are kept with smaller micro-batches (--per_device_train_batch_size 8 "
         "--gradient_accumulation_steps 2): by estimate 10 GiB and 0.032 s a step of training, of "
-        "11.2 GiB free; kept in whole ones 18 GiB and 0.032 s a step; recomputed in whole ones "
-        "6 GiB and 0.048 s a step"
+        "11.2 GiB free; kept, with whole micro-batches, 18 GiB and 0.032 s a step; recomputed in "
+        "whole ones 6 GiB and 0.048 s a step"
     )
 
 
@@ -265,8 +265,8 @@ def test_micro_batches_that_are_typed_stay_and_what_a_division_would_give_is_tol
     assert decided == {ONE: True}
     assert words == (
         "activations are recomputed (--gradient_checkpointing): by estimate 6 GiB and 0.048 s a "
-        "step of training, of 11.2 GiB free; kept in whole ones 18 GiB and 0.032 s a step. "
-        f"{advised} makes the same step in 10 GiB and 0.032 s a step"
+        "step of training, of 11.2 GiB free; kept, with whole micro-batches, 18 GiB and 0.032 s a "
+        f"step. {advised} makes the same step in 10 GiB and 0.032 s a step"
     )
     assert decide(typed, by_rows, free=40, peak=1.0)[1].endswith(
         "recomputed 6 GiB and 0.048 s a step"

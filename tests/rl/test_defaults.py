@@ -97,7 +97,9 @@ def test_without_prompts_to_evaluate_three_copies_of_one_are_trained_on(
 )
 def test_a_sampler_that_differs_from_the_policy_unweighted_is_noted(batches, capsys, argv, noted):
     batches(1, *argv)
-    assert ("--importance_cap 2 weighs tokens" in capsys.readouterr().out) == noted
+    assert (
+        "--importance_cap 2 corrects this with importance weights" in capsys.readouterr().out
+    ) == noted
 
 
 def test_responses_are_weighed_by_the_options_of_sequences(batches):

@@ -64,14 +64,14 @@ def test_what_is_drawn_after_an_end_is_left_out_with_its_log_probabilities():
 @pytest.mark.parametrize(
     ("given", "limit", "words"),
     [
-        ([Drawn([3, 50])], 9, "drew the token 50, and the actor has 50"),
-        ([Drawn([-1])], 9, "drew the token -1"),
-        ([Drawn([3] * 5)], 9, "drew 5 tokens where 4 are the most"),
-        ([Drawn([3, 4, 5])], 2, "drew 3 tokens where 2 are the most"),  # of a turn
-        ([Drawn([])], 9, "drew a response without tokens"),
+        ([Drawn([3, 50])], 9, "returned the token 50, but the actor's vocabulary has 50"),
+        ([Drawn([-1])], 9, "returned the token -1"),
+        ([Drawn([3] * 5)], 9, "returned 5 tokens, more than the limit of 4"),
+        ([Drawn([3, 4, 5])], 2, "returned 3 tokens, more than the limit of 2"),  # of a turn
+        ([Drawn([])], 9, "returned a response without tokens"),
         ([Drawn([3, 4], [-1.0])], 9, "gave 1 log-probabilities of 2 tokens"),
         ([Drawn([3], [0.7])], 9, "gave 1 log-probabilities of 1 tokens that are not one in nats"),
-        ([], 9, "drew 0 of 1 responses"),
+        ([], 9, "returned 0 of 1 responses"),
     ],
 )
 def test_what_is_no_response_is_told_in_one_line_that_names_the_engine(given, limit, words):

@@ -186,7 +186,7 @@ def test_a_failure_is_tried_again_as_often_as_asked(capsys):
         return [1.0] * 3
 
     assert scored(score, retries=2).tolist() == [1.0] * 3
-    assert capsys.readouterr().err.count("mine:score failed and is tried again") == 2
+    assert capsys.readouterr().err.count("mine:score failed and is retried") == 2
     calls.clear()
     with pytest.raises(RuntimeError, match="--reward_function mine:score failed"):
         scored(score, retries=1)
@@ -213,7 +213,7 @@ def test_only_the_calls_that_failed_are_made_again(waits, capsys):
     assert asked(responses)[:, 0].tolist() == [float(n) for n in range(3, 11)]
     assert sorted(map(int, calls)) == [3, 4, 5, 6, 6, 7, 8, 9, 10]
     assert asked.log.metrics == [("calls", 1.0)] * 8
-    assert "failed for 1 of 8 responses and is tried again" in capsys.readouterr().err
+    assert "failed for 1 of 8 responses and is retried" in capsys.readouterr().err
     calls.clear()
     failing[0] = 2
     with pytest.raises(RuntimeError, match="--reward_function mine:score failed"):
@@ -460,7 +460,7 @@ def test_a_function_that_cannot_be_called_is_refused(load, name, words):
 def test_a_column_that_the_data_lacks_is_refused_by_name(load, name):
     function = load(name)
     function.check_columns(["answers", "prompt"])
-    words = f"--judge_function t1_my_rewards:{name} asks for answers; .* data: answer, prompt"
+    words = f"--judge_function t1_my_rewards:{name} requires answers; .* data: answer, prompt"
     with pytest.raises(ValueError, match=words):
         function.check_columns(["prompt", "answer"])
 

@@ -113,4 +113,4 @@ def test_memory_plan_is_what_one_counts_by_hand(large_roles):
     assert plan.to_dict()["peak"] == plan.peak
     line = plan.line(of_parts=True)
     assert f"up to {plan.peak / 2**30:.3g} GiB" in line
-    assert f"(as models of their own: {plan.separate_weights / 2**30:.3g})" in line
+    assert f"(as separate models: {plan.separate_weights / 2**30:.3g})" in line

@@ -166,8 +166,8 @@ def test_where_rows_do_not_fit_half_of_them_decode_and_the_texts_are_the_same(mo
     engine, asked = engine_of(by_memory(64), said), full_above(monkeypatch, 32)
     same(responses(engine), expected)
     assert said == [
-        "  note         a GPU was full with 64 responses decoded at a time: 32 are from here on, "
-        "which changes none of them"
+        "  note         a GPU ran out of memory with 64 responses decoded at a time; from here on "
+        "it decodes 32, which does not change the results"
     ]
     responses(engine)
     assert asked == [64, 32, 32]

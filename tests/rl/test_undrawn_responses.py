@@ -65,7 +65,7 @@ def test_a_weight_that_is_not_finite_ends_the_run_by_its_name(home, ranks, size,
     if size > 1:
         ranks(size).stop()  # a run that ends early leaves its ranks at different places
     line = reports[0].splitlines()[-1]
-    assert line.startswith("error: stopped after step 0: no token can be drawn: the model's log")
+    assert line.startswith("error: stopped after step 0: no token can be sampled: the model's log")
     assert "fc1.weight holds NaN or infinity" in line
     assert line.endswith(". There is no checkpoint yet")
 

@@ -38,14 +38,14 @@ def packed(tmp_path):
 
 
 REFUSED = {
-    "every weight": ({"lora": LoraConfig(), "trains": True}, "--lora_dim 0 trains every weight"),
+    "every weight": ({"lora": LoraConfig(), "trains": True}, "--lora_dim 0 trains all weights"),
     "parts of the base": (
         {"lora": replace(LORA, only_optimize_lora=False), "trains": True},
         "--no-only_optimize_lora trains parts",
     ),
     "a divided model": (
         {"lora": LORA, "tensor_parallel_size": 2},
-        "--tensor_parallel_size 2: a block of 64 weights shares a scale",
+        "--tensor_parallel_size 2, which would split blocks of 64 weights with a common",
     ),
 }
 
@@ -75,9 +75,9 @@ def test_an_adapter_settles_the_bits_of_its_base_unless_they_are_typed(asked, tr
 
 def test_packed_files_hold_four_bits_and_no_others(packed):
     assert settled_base_bits(None, packed, LORA) == 4
-    with pytest.raises(ValueError, match="^--base_bits 16: the files of .* hold 4 bits"):
+    with pytest.raises(ValueError, match="^--base_bits 16: the files of .* have 4 bits"):
         settled_base_bits(16, packed, LORA)
-    with pytest.raises(ValueError, match="--lora_dim 0 trains every weight"):
+    with pytest.raises(ValueError, match="--lora_dim 0 trains all weights"):
         settled_base_bits(None, packed, LoraConfig(), trains=True)
 
 

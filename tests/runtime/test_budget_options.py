@@ -83,17 +83,17 @@ def test_a_resumed_step_keeps_its_micro_batches(tmp_path, monkeypatch, capsys):
         (
             TWO_OF_1024,
             ("--tokens_per_device", 512),
-            "the run was another one: --tokens_per_device was 1024, now 512",
+            "the run differs: --tokens_per_device was 1024, now 512",
         ),
         (
             (),
             ("--tokens_per_device", 512, "--gradient_accumulation_steps", 2),
-            "the run was another one: --tokens_per_device was 0, now 512",
+            "the run differs: --tokens_per_device was 0, now 512",
         ),
         (
             TWO_OF_1024,
             ("--per_device_train_batch_size", 2),
-            "both say what a micro-batch holds; give one",
+            "both set the size of a micro-batch; give one",
         ),
     ],
     ids=["another number", "rows before", "rows now"],

@@ -273,7 +273,7 @@ def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, cap
     assert saver.saved == [2]
     assert saver.waits == 2  # before, and for what was saved
     assert capsys.readouterr().out == (
-        "stopped by SIGTERM after step 2; go on with: --output_dir out "
+        "stopped by SIGTERM after step 2; resume with: --output_dir out "
         "--resume_from_checkpoint latest\n"
     )
     assert checkpointer.run.record._content["status"] == "interrupted by SIGTERM at step 2"
@@ -292,7 +292,7 @@ def test_run_that_is_stopped_before_its_first_step_has_nothing_to_save(stubbed, 
     checkpointer.run.interrupts.received = 2
     assert stopped(checkpointer, 0) == 130
     assert saver.saved == []
-    assert capsys.readouterr().out == ("stopped by SIGINT after step 0; nothing was learnt yet\n")
+    assert capsys.readouterr().out == ("stopped by SIGINT after step 0; nothing was trained yet\n")
 
 
 @pytest.mark.parametrize(("step", "skipped", "last"), [(1, True, False), (3, False, True)])
@@ -331,7 +331,7 @@ def test_failed_disk_ends_the_run_by_name_and_with_the_last_good_checkpoint(stub
     saver.failure = OSError(28, "No space left on device", "out/checkpoints/x")
     assert checkpointer.requests() == FAILED
     assert checkpointer.is_stopping(FAILED)
-    message = "^out/checkpoints/x: No space left on device. The last good checkpoint is step-3$"
+    message = "^out/checkpoints/x: No space left on device. The newest valid checkpoint is step-3$"
     with pytest.raises(OSError, match=message):
         checkpointer.after_step(4, FAILED, skipped=False, last=False)
     assert saver.saved == [3]
@@ -411,7 +411,7 @@ def test_restored_run_is_what_was_saved_and_its_directory_is_as_it_was_then(earl
         record = json.loads(Path("out/run.json").read_text())
         assert record["resumed"] == [{"step": 2, "checkpoint": str(earlier)}]
         assert record["status"] == "running"
-        assert checkpointer.last_good() == f"The last good checkpoint is {earlier}"
+        assert checkpointer.last_good() == f"The newest valid checkpoint is {earlier}"
         # It is saved: a signal before the next step leaves the checkpoint alone.
         before = earlier.stat().st_ino
         checkpointer.run.interrupts.received = 15
@@ -484,13 +484,13 @@ def test_fresh_run_has_nothing_to_restore(stubbed):
     assert part.held == "now"
     assert checkpointer.last_good() == "There is no checkpoint yet"
     checkpointer.save(1)
-    assert checkpointer.last_good() == "The last good checkpoint is step-1"
+    assert checkpointer.last_good() == "The newest valid checkpoint is step-1"
     Path("home").mkdir()
     with occupied(Path("home")):
         checkpointer._saver.committed = Path("home/checkpoints/step-1")
         Path("home").rename("moved")
         Path("moved/checkpoints/step-1").mkdir(parents=True)
-        assert checkpointer.last_good() == "The last checkpoint, step-1, went with it"
+        assert checkpointer.last_good() == "The last checkpoint, step-1, was lost with it"
 
 
 def test_state_of_several_shards_is_read_back(earlier, monkeypatch):

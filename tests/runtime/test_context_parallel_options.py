@@ -37,7 +37,7 @@ def test_rows_of_pairs_are_divided_too(config):
 
 def test_step_3_takes_rows_whole():
     options = ["--data_path", "row.jsonl", *TWO, "--reward_function", "dschat_lora.world:reward"]
-    with pytest.raises(ValueError, match="2 divides the rows of steps 1 and 2; step 3 takes them"):
+    with pytest.raises(ValueError, match="2 is for steps 1 and 2; step 3 needs whole rows: drop"):
         check_rlhf(parse_config(RlhfConfig, options))
 
 

@@ -35,7 +35,7 @@ def test_message_has_the_estimate_and_the_newest_checkpoint(tmp_path):
     for step in (5, 10):
         step_directory(tmp_path, step).mkdir(parents=True)
     assert message(tmp_path, MemoryPlan(2 * GIB, 0, 3 * GIB, GIB, 0)) == (
-        f"out of GPU memory, by estimate 6 GiB are needed: {cause}. The newest checkpoint is "
+        f"out of GPU memory, by estimate 6 GiB are needed: {cause}. The newest valid checkpoint is "
         f"{step_directory(tmp_path, 10)}"
     )
 

@@ -55,13 +55,16 @@ def test_auto_takes_graphs_where_launching_takes_longer_than_the_work(name, rows
 
 
 REFUSED = {
-    "--compile makes other operations of the blocks": ({}, {"compile": True}),
-    "--lora_dropout 0.1 would draw other numbers for padded rows": ({"lora_dropout": 0.1}, {}),
+    "--compile changes the operations of the blocks": ({}, {"compile": True}),
+    "--lora_dropout 0.1 would draw different random numbers for padded rows": (
+        {"lora_dropout": 0.1},
+        {},
+    ),
     "--neftune_noise_alpha is not recorded": ({}, {"neftune_noise_alpha": 5.0}),
     "--router_aux_loss_coef is not recorded": ({}, {"router_aux_loss_coef": 0.01}),
-    "gradients of ZeRO 3 are DeepSpeed's, and are not added up in place": ({"stage": 3}, {}),
-    "--context_parallel_size divides rows by their lengths": ({"processes": 2}, {}),
-    "--offload_activations copies to the host, which is not recorded": ({"offloads": True}, {}),
+    "gradients of ZeRO 3 are managed by DeepSpeed and not accumulated in place": ({"stage": 3}, {}),
+    "--context_parallel_size splits rows by their lengths": ({"processes": 2}, {}),
+    "--offload_activations copies to the host, which cannot be recorded": ({"offloads": True}, {}),
 }
 
 
@@ -79,14 +82,14 @@ def test_dropout_of_the_base_is_named_by_its_option():
     one = trained("opt-1.3b", layers=1)
     one.model.model.decoder.layers[0].dropout = 0.2
     assert graphs.obstacle(one, LoadConfig()) == (
-        "--dropout 0.2 would draw other numbers for padded rows"
+        "--dropout 0.2 would draw different random numbers for padded rows"
     )
 
 
 def test_a_gpu_without_the_kernel_of_sequences_takes_none():
     one = trained("opt-1.3b", layers=1)
     with planned_processes(1, has_varlen=False):
-        assert "under a mask" in graphs.obstacle(one, LoadConfig())
+        assert "masked attention" in graphs.obstacle(one, LoadConfig())
 
 
 def test_auto_takes_graphs_where_their_memory_fits_too(monkeypatch):
@@ -112,6 +115,6 @@ def test_a_cpu_takes_none(monkeypatch):
     monkeypatch.setattr(graphs, "device_type", lambda: "cpu")
     one = {"model": trained("opt-1.3b", layers=1)}
     assert plan_graphs(None, one, LoadConfig(), free=0) == (None, [])
-    words = "^--training_graphs on: graphs are a GPU's, and this is a CPU; use auto or off$"
+    words = "^--training_graphs on: CUDA graphs need a GPU; use auto or off$"
     with pytest.raises(ValueError, match=words):
         plan_graphs(None, one, LoadConfig(training_graphs="on"), free=0)

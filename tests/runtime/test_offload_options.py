@@ -33,7 +33,7 @@ def test_auto_is_on_where_inputs_are_to_be_on_the_host_and_stays_auto_otherwise(
 def test_a_run_without_recomputed_blocks_is_refused():
     with pytest.raises(ValueError, match="--offload_activations .*--no-gradient_checkpointing"):
         one("--offload_activations --no-gradient_checkpointing")
-    with pytest.raises(ValueError, match=f"--no-{ACTOR} --no-{CRITIC} none is; drop one"):
+    with pytest.raises(ValueError, match=f"--no-{ACTOR} --no-{CRITIC} recomputes none; drop one"):
         roles(f"--offload_activations --no-{ACTOR} --no-{CRITIC}")
-    with pytest.raises(ValueError, match=f"with --no-{ACTOR} none is"):
+    with pytest.raises(ValueError, match=f" but --no-{ACTOR} recomputes none"):
         roles(f"--offload_activations --algorithm rloo --num_generations 2 --no-{ACTOR}")

@@ -91,7 +91,7 @@ def test_newest_checkpoint_is_gone_on_from(earlier, how, tmp_path, capsys):
     assert config.run.output_dir == "out"
     assert "output_dir" in config.given
     path = step_directory(tmp_path / "out", 20).relative_to(tmp_path)
-    assert f"going on from {path}, after step 20" in capsys.readouterr().out
+    assert f"resuming from {path}, after step 20" in capsys.readouterr().out
 
 
 def test_checkpoint_given_by_path_is_the_one(earlier, tmp_path):
@@ -178,14 +178,14 @@ def test_checkpoint_given_by_path_is_not_replaced_by_another(earlier):
         "--resume_from_checkpoint out/checkpoints/step-00000009 cannot be used: "
         "out/checkpoints/step-00000009/state.json "
     )
-    assert message.endswith("; use latest to go on from the newest sound checkpoint")
+    assert message.endswith("; use latest to resume from the newest valid checkpoint")
 
 
 def test_no_sound_checkpoint_is_an_error_that_names_each(earlier):
     for step in (5, 9):
         damage(earlier(step=step))
     message = no_resume("latest", "--output_dir", "out")
-    start = "--resume_from_checkpoint latest: no checkpoint in out is sound: "
+    start = "--resume_from_checkpoint latest: no checkpoint in out is valid: "
     assert message.startswith(start + "out/checkpoints/step-00000009/state.json ")
     assert "; out/checkpoints/step-00000005/state.json " in message
 
@@ -197,21 +197,23 @@ def test_auto_starts_afresh_where_no_checkpoint_is_sound(earlier, capsys):
     assert (config.checkpoint, config.rejected) == ("", ())
     out = capsys.readouterr().out
     assert "checkpoint rejected: out/checkpoints/step-00000005/state.json" in out
-    assert "no checkpoint to go on from in out: a fresh start" in out
+    assert "no checkpoint to resume from in out: starting from scratch" in out
 
 
 @pytest.mark.parametrize("options", [[], ["--output_dir", "out"]])
 def test_auto_starts_afresh_where_there_is_nothing(options, capsys):
     assert resumed("auto", *options).checkpoint == ""
     where = " in out" if options else ""
-    assert capsys.readouterr().out == f"no checkpoint to go on from{where}: a fresh start\n"
+    assert (
+        capsys.readouterr().out == f"no checkpoint to resume from{where}: starting from scratch\n"
+    )
 
 
 def test_copy_of_a_checkpoint_needs_a_directory_for_the_run(earlier, tmp_path):
     shutil.copytree(earlier(), tmp_path / "kept")
     assert run_of(tmp_path / "kept") is None
     message = no_resume("kept")
-    assert message == "--resume_from_checkpoint kept lies in no run; give an --output_dir"
+    assert message == "--resume_from_checkpoint kept is not part of a run; give an --output_dir"
     config = resumed("kept", "--output_dir", "new")
     assert config.checkpoint == str(tmp_path / "kept")
     assert not resumes_in_place(config)
@@ -279,7 +281,7 @@ def test_an_option_of_the_checkpoint_that_is_gone_is_refused_where_it_did_someth
     state["options"]["lr_probe"] = state["config"]["lr_probe"] = value
     (checkpoint / "state.json").write_text(json.dumps(state))
     write_manifest(checkpoint, kind="checkpoint")
-    words = "was made with --lr_probe 60, an option that is gone since version 0.3.0"
+    words = "was made with --lr_probe 60, an option that was removed in version 0.3.0"
     with pytest.raises(ValueError, match=words) if value else nullcontext():
         assert resumed("out").checkpoint
 
@@ -319,7 +321,7 @@ def test_options_that_the_state_depends_on_cannot_change_and_all_are_listed(earl
         *("out", "--lora_dim", 4, "--seed", 8, "--target_modules", "q_proj", "--max_steps", 9)
     )
     assert message == (
-        "--resume_from_checkpoint out/checkpoints/step-00000005: the run was another one: "
+        "--resume_from_checkpoint out/checkpoints/step-00000005: the run differs: "
         "--lora_dim was 8, now 4; --seed was 7, now 8; --target_modules was q_proj fc1, now q_proj"
     )
 
@@ -337,7 +339,7 @@ def test_each_option_that_the_state_depends_on_is_fixed(earlier, change):
     name, _, value = change.partition("=")
     message = no_resume("out", f"--{name}", *([value] if value else []))
     option = name.removeprefix("no-")
-    assert f"the run was another one: --{option} was " in message
+    assert f"the run differs: --{option} was " in message
 
 
 def test_same_value_typed_again_is_no_difference(earlier, tmp_path):
@@ -357,7 +359,7 @@ def test_typed_option_does_away_with_the_one_it_stands_in_for(earlier):
 
 def test_checkpoint_is_not_evaluated_in_the_place_of_a_model(earlier):
     earlier()
-    assert "name an adapter with --model_name_or_path" in no_resume("out", "--num_train_epochs", 0)
+    assert "give an adapter with --model_name_or_path" in no_resume("out", "--num_train_epochs", 0)
 
 
 def test_smaller_micro_batch_is_found_that_keeps_the_rows(earlier, monkeypatch):
@@ -427,7 +429,7 @@ def test_rows_that_cannot_be_kept_are_refused(earlier, monkeypatch, world_size, 
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     micro, steps, rows = now
     assert no_resume("out", *options).endswith(
-        f"the run was another one: a step had 16 rows, now --per_device_train_batch_size {micro} x "
+        f"the run differs: a step had 16 rows, now --per_device_train_batch_size {micro} x "
         f"--gradient_accumulation_steps {steps} x {world_size} processes is {rows}"
     )
 
@@ -463,19 +465,19 @@ def test_run_of_the_same_identity_is_let_through(earlier):
     ],
 )
 def test_each_part_of_the_identity_counts(earlier, name, text):
-    with pytest.raises(ValueError, match="another one") as error:
+    with pytest.raises(ValueError, match="the run differs") as error:
         check_identity(earlier(), IDENTITY | {name: "other"})
-    hint = "; --accept_changed_data goes on" * (name in ("train_data", "eval_data", "rows"))
-    assert str(error.value).endswith(f"the run was another one; what differs: {text}{hint}")
+    hint = "; --accept_changed_data resumes anyway" * (name in ("train_data", "eval_data", "rows"))
+    assert str(error.value).endswith(f"the run differs: {text}{hint}")
 
 
 def test_every_difference_of_identity_is_listed(earlier):
     checkpoint = earlier()
-    with pytest.raises(ValueError, match="another one") as error:
+    with pytest.raises(ValueError, match="the run differs") as error:
         check_identity(checkpoint, dict.fromkeys(IDENTITY) | {"dtype": "fp32"})
     message = str(error.value)
     assert message.startswith(f"--resume_from_checkpoint {checkpoint}: ")
-    assert message.count("; ") == 1 + 7
+    assert message.count("; ") == 7
     assert message.count("now None") == 8
 
 
@@ -488,20 +490,20 @@ def test_data_that_changed_are_refused_with_the_place_or_accepted_by_an_option(e
     (checkpoint / "state.json").write_text(json.dumps(state))
     current = IDENTITY | {"train_data": before, "eval_data": before, "rows": 41}
     words = f"the evaluation data {NOT_COMPARED}"
-    with pytest.raises(ValueError, match="another one") as error:
+    with pytest.raises(ValueError, match="the run differs") as error:
         check_identity(checkpoint, current)
-    assert str(error.value).endswith(f"differs: {words}; --accept_changed_data goes on")
+    assert str(error.value).endswith(f"differs: {words}; --accept_changed_data resumes anyway")
     current |= {"train_data": now, "rows": 40}
     with pytest.raises(ValueError, match=r"now 69; they differ from samples 65 to 128 on\); "):
         check_identity(checkpoint, current)
     check_identity(checkpoint, current, accepts_changed_data=True)
-    assert f"  note         accepted as it is: {words}\n" in capsys.readouterr().out
+    assert f"  note         accepted: {words}\n" in capsys.readouterr().out
     current |= {"tokenizer": "other"}
     with pytest.raises(ValueError, match=r"65 to 128 on\)$"):
         check_identity(checkpoint, {**current, "eval_data": "dd", "rows": 41})
-    with pytest.raises(ValueError, match="another one") as error:
+    with pytest.raises(ValueError, match="the run differs") as error:
         check_identity(checkpoint, current, accepts_changed_data=True)
-    assert str(error.value).endswith("what differs: the tokenizer (was bb, now other)")
+    assert str(error.value).endswith("differs: the tokenizer (was bb, now other)")
 
 
 def test_what_the_run_has_none_of_differs_in_a_few_words(earlier):
@@ -511,24 +513,24 @@ def test_what_the_run_has_none_of_differs_in_a_few_words(earlier):
     state["identity"] |= {"text": data.digest.to_dict(), "deepspeed_processes": 2}
     state["identity"]["streams"] = {"epoch": ["seed"]}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match="another one") as error:
+    with pytest.raises(ValueError, match="the run differs") as error:
         check_identity(checkpoint, IDENTITY | {"streams": {"epoch": ["seed"]}})
-    processes, text = str(error.value).split("what differs: ")[1].split("; ")
+    processes, text = str(error.value).split("differs: ")[1].split("; ")
     assert processes.endswith("(was 2, now None)")
     assert text == "the pretraining text (was 70 samples, now None)"
 
 
 def test_changed_data_are_accepted_of_a_checkpoint_alone(earlier):
-    with pytest.raises(ValueError, match="--accept_changed_data is of a run with --resume_from"):
+    with pytest.raises(ValueError, match="--accept_changed_data needs --resume_from"):
         resolved("--accept_changed_data")
     earlier()
     assert "accept_changed_data" not in options_to_keep(resumed("out", "--accept_changed_data"))
 
 
 def test_weights_of_another_type_are_no_other_model(earlier):
-    with pytest.raises(ValueError, match="another one") as error:
+    with pytest.raises(ValueError, match="the run differs") as error:
         check_identity(earlier(), IDENTITY | {"dtype": "bf16", "model": "other"})
-    assert str(error.value).endswith("what differs: --dtype (was fp32, now bf16)")
+    assert str(error.value).endswith("differs: --dtype (was fp32, now bf16)")
 
 
 def test_checkpoint_beyond_the_end_of_the_run_is_refused(earlier):
@@ -553,18 +555,18 @@ def test_occupied_directory_names_the_ways_out_in_a_sentence(earlier, refused, t
     checkpoint = earlier()
     begin = "--output_dir out holds an earlier run"
     assert refused("--output_dir", "out") == (
-        f"{begin} (metrics.jsonl, checkpoints, run.json); choose another directory, go on with it "
-        "by --resume_from_checkpoint latest or delete that run by --overwrite_output_dir"
+        f"{begin} (metrics.jsonl, checkpoints, run.json); choose another directory, resume it "
+        "with --resume_from_checkpoint latest or delete that run with --overwrite_output_dir"
     )
     shutil.rmtree(checkpoint)
     assert refused("--output_dir", "out") == (
         f"{begin} (metrics.jsonl, checkpoints, run.json); choose another directory or delete that "
-        "run by --overwrite_output_dir"
+        "run with --overwrite_output_dir"
     )
     (tmp_path / "out" / "run.json").unlink()
     assert refused("--output_dir", "out", "--overwrite_output_dir") == (
-        "--output_dir out holds metrics.jsonl, checkpoints but no run.json: no run wrote that, and "
-        "--overwrite_output_dir deletes runs only; choose another directory"
+        "--output_dir out holds metrics.jsonl, checkpoints but no run.json, so no run wrote it; "
+        "--overwrite_output_dir only deletes runs; choose another directory"
     )
 
 
@@ -581,8 +583,7 @@ def test_going_on_and_starting_over_exclude_each_other(earlier, refused):
         "--output_dir", "out", "--resume_from_checkpoint", "auto", "--overwrite_output_dir"
     )
     assert message == (
-        "--resume_from_checkpoint goes on with a run that --overwrite_output_dir would delete; "
-        "give one"
+        "--resume_from_checkpoint resumes a run that --overwrite_output_dir would delete; give one"
     )
 
 

@@ -142,13 +142,13 @@ def test_disk_without_room_for_what_trains_is_refused(tmp_path, one_rank, monkey
         settings, parameters = SimpleNamespace(dtype="fp32"), {"trainable": 1_000_000}
         record_models(run, settings, parameters=parameters, layers=[])
 
-    text = r"has 13\.4 MiB free, .* takes at least 13\.4 MiB; make room"
+    text = r"has 13\.4 MiB free, .* at least 13\.4 MiB; free space"
     with pytest.raises(ValueError, match=text):
         check(13_999_999)
     check(14_000_000)
     check(0, total=0)  # a file system that tells no sizes
     result_alone = replace(config.run, save_interval=0, save_minutes=0)
     check(2_000_000, result_alone)
-    with pytest.raises(ValueError, match="make room"):
+    with pytest.raises(ValueError, match="free space"):
         check(1_999_999, result_alone)
     assert len(written) == 3

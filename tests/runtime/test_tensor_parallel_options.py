@@ -146,7 +146,7 @@ def test_number_that_is_none_is_a_damaged_configuration(count):
 
 def test_quantised_weights_are_not_read_in_parts(model):
     fields = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
-    assert "reads weights in parts, which quantised ones are not" in error_of(
+    assert "reads weights in parts, which is not supported for quantised weights;" in error_of(
         check_divides, fields, 2
     )
     check_divides(fields, 1)
@@ -222,10 +222,10 @@ def test_only_what_a_divided_model_cannot_do_is_refused(processes, model, tmp_pa
 def test_both_roles_of_step_3_are_named_by_their_options(processes, model):
     processes(2)
     size = ("--tensor_parallel_size", 2)
-    assert error_of(step3, *size).startswith("--actor_lora_dim 0 trains every weight")
+    assert error_of(step3, *size).startswith("--actor_lora_dim 0 trains all weights")
     both = (*size, "--actor_lora_dim", 4)
     message = error_of(step3, *both, "--critic_lora_dim", 0)
-    assert message.startswith("--critic_lora_dim 0 trains every weight, and --tensor_parallel_size")
+    assert message.startswith("--critic_lora_dim 0 trains all weights, but --tensor_parallel_size")
     assert "give --critic_lora_dim 16, or" in message
     assert error_of(step3, *both, "--no-only_optimize_lora").startswith("--no-only_optimize_lora t")
     config = step3(*both)
@@ -258,7 +258,7 @@ def test_reward_model_that_does_not_learn_needs_no_adapter(processes, tmp_path):
     options = ("--tensor_parallel_size", 2, "--actor_lora_dim", 4)
     options += ("--critic_model_name_or_path", reward, "--num_generations", 2)
     assert step3(*options, "--algorithm", "rloo")
-    assert error_of(step3, *options).startswith("--critic_lora_dim 0 trains every weight")
+    assert error_of(step3, *options).startswith("--critic_lora_dim 0 trains all weights")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_responses_of_an_iteration_count_processes_of_one_model_once(processes, 
     processes(4)
     options = ("--actor_lora_dim", 4, "--tensor_parallel_size", 2)
     step3(*options, "--gradient_accumulation_steps", 2)
-    assert "--generation_batches 2: a step of 64 responses needs" in capsys.readouterr().out
+    assert "--generation_batches 2: an optimizer step uses 64 responses" in capsys.readouterr().out
     options += ("--generation_batches", 1)
     horizon = ("--adaptive_kl_target", 1, "--kl_horizon", 7)
     assert step3(*options, *horizon).ppo.kl_horizon == 7  # 5 x 7 is more than 32 responses
@@ -379,7 +379,7 @@ def test_size_of_the_checkpoint_that_does_not_fit_has_to_be_typed(earlier, proce
     message = error_of(resumed)
     assert message.startswith(
         "--resume_from_checkpoint out/checkpoints/step-00000005 is of a run with "
-        "--tensor_parallel_size 2: type the size that is wanted now, as --tensor_parallel_size 2 "
+        "--tensor_parallel_size 2: give the new size, as --tensor_parallel_size 2 "
         f"does not divide the number of launched processes, {count} "
     )
     assert shape(resumed("--tensor_parallel_size", 1)) == (1, 3 // count)

@@ -148,5 +148,5 @@ def test_small_data_gets_the_epochs_and_batch_that_make_sixty_steps(
         least=least,
         accumulation=accumulation,
     )
-    few = ": too few to learn much from; "
+    few = ", too few to learn much; "
     assert said == (advice and f"{rows:,} rows make {advice}".replace(": ", few))

@@ -91,7 +91,7 @@ def test_a_checkpoint_cannot_choose_functions(checkpoint, name):
 def test_a_checkpoint_cannot_say_where_to_write(checkpoint, tmp_path, name, capsys):
     checkpoint(**{name: str(tmp_path / "home")})
     assert flatten(resume())[name] is None
-    assert "not taken over from the checkpoint" in capsys.readouterr().out
+    assert "not taken from the checkpoint" in capsys.readouterr().out
 
 
 def test_a_checkpoint_cannot_have_deepspeed_write(checkpoint, tmp_path):

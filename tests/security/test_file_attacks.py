@@ -207,7 +207,7 @@ attacks(
         "packed cells": (packed("a.csv.gz", (b"text\n", 1), (b",", MILLIONS)), rf"gz:2: {LARGE}"),
         "a packed gigabyte of rows": (
             packed("a.jsonl.gz", (b'{"text": "%s"}\n' % (b"a" * 10_000), 110_000)),
-            r"a\.jsonl\.gz holds more than 200 times its own size when it is unpacked",
+            r"a\.jsonl\.gz holds more than 200 times its size when unpacked",
         ),
         "zstd": (zstd, rf"a\.jsonl\.zst:1: {LARGE}"),
         "zip": (zipped, r"a\.jsonl:1: not UTF-8"),
@@ -223,7 +223,7 @@ attacks(
         ),
         "a column of one text": (
             parquet(lambda: pyarrow.table({"text": repeated(20_000, 5_000_000)})),
-            r"a\.parquet holds more than 200 times its own size",
+            r"a\.parquet holds more than 200 times its size",
         ),
         "a row of one text": (parquet(repeated_in_one_row), rf"a\.parquet:2: {LARGE}"),
         "beginnings that are shared": (
@@ -232,7 +232,7 @@ attacks(
                 use_dictionary=False,
                 column_encoding={"text": "DELTA_BYTE_ARRAY"},
             ),
-            r"a\.parquet holds more than 200 times its own size",
+            r"a\.parquet holds more than 200 times its size",
         ),
         "an arrow dictionary": (
             arrow(lambda: pyarrow.table({"text": repeated(2_000, 40_000_000)})),
@@ -664,15 +664,18 @@ WEIGHTS = {
     ),
     "whole numbers": (
         lambda: factors(torch.zeros(4, hidden_size(), dtype=torch.int64)),
-        r"torch\.int64, which is no type of a weight",
+        r"torch\.int64, which is not valid for a weight",
     ),
     "complex numbers": (
         lambda: factors(torch.zeros(4, hidden_size(), dtype=torch.complex64)),
-        r"torch\.complex64, which is no type of a weight",
+        r"torch\.complex64, which is not valid for a weight",
     ),
     "no values": (lambda: factors(torch.zeros(0, hidden_size())), r"must be \(4, n\) for rank 4"),
     "a scalar": (lambda: factors(torch.zeros(())), r"must be \(4, n\) for rank 4, got \(\)"),
-    "three sides": (lambda: factors(torch.zeros(4, hidden_size(), 1)), r"takes 1 inputs"),
+    "three sides": (
+        lambda: factors(torch.zeros(4, hidden_size(), 1)),
+        r"lora_A of .* has 1 inputs",
+    ),
     "another width": (lambda: factors(torch.zeros(4, hidden_size() + 1)), r"of another base"),
     "a name in /etc": (
         lambda: {"/etc/passwd.lora_A.weight": torch.zeros(4, hidden_size())},
@@ -709,12 +712,12 @@ def index(names):
 
 
 INDEXES = {
-    "a file above": (index("../x.safetensors"), r"'\.\./x\.safetensors' is no name of a file"),
-    "a file in /etc": (index("/etc/passwd"), r"'/etc/passwd' is no name of a file beside it"),
-    "a number": (index(5), r"5 is no name of a file beside it"),
-    "a list": (index(["a"]), r"\['a'\] is no name of a file beside it"),
-    "no name": (index(""), r"'' is no name of a file beside it"),
-    "a pipe": (index("pipe.safetensors"), r"pipe\.safetensors is no regular file"),
+    "a file above": (index("../x.safetensors"), r"'\.\./x\.safetensors' is not the name of a file"),
+    "a file in /etc": (index("/etc/passwd"), r"'/etc/passwd' is not the name of a file beside it"),
+    "a number": (index(5), r"5 is not the name of a file beside it"),
+    "a list": (index(["a"]), r"\['a'\] is not the name of a file beside it"),
+    "no name": (index(""), r"'' is not the name of a file beside it"),
+    "a pipe": (index("pipe.safetensors"), r"pipe\.safetensors is not a regular file"),
     "no map": (index({}), r"it has no object weight_map"),
     "a map that is a list": (index({"weight_map": [1]}), r"it has no object weight_map"),
 }
@@ -919,7 +922,7 @@ attacks(
     {
         "a file above": (
             data_set({"_data_files": [{"filename": "../secret/a.jsonl"}]}),
-            r"state\.json names a\.jsonl, which is not there",
+            r"state\.json names a\.jsonl, which does not exist",
         ),
         "files of numbers": (data_set({"_data_files": [5]}), r"state\.json has no list"),
         "a state nested deeply": (
@@ -984,7 +987,7 @@ def template(text):
 
 DOUBLE = "{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 DOUBLED = "{% set n = namespace(x=['a']) %}" + DOUBLE
-BOUND = r"refuses the messages: it takes more than \d+ s, 1 GiB of memory or 33,554,432 characters"
+BOUND = r"rejects the messages: it takes more than \d+ s, 1 GiB of memory or 33,554,432 characters"
 TEMPLATES = {
     "loops in loops": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -999,7 +1002,7 @@ TEMPLATES = {
     "lists in lists": (DOUBLED + "{{ n.x }}", BOUND),
     "lists in lists as JSON": (DOUBLED + "{{ n.x|tojson }}", BOUND),
     "10^9 paragraphs": ("{{ lipsum(999999999) }}", BOUND),
-    "a range of 10^12": ("{{ range(10**12)|list }}", r"refuses the messages: Range too big"),
+    "a range of 10^12": ("{{ range(10**12)|list }}", r"rejects the messages: Range too big"),
     "a macro of itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"recursion depth"),
     "deep parentheses": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"recursion depth"),
     "a class": ("{{ messages.__class__.__mro__ }}", r"access to attribute '__class__'"),
@@ -1009,8 +1012,8 @@ TEMPLATES = {
     "a file": ("{% include '/etc/passwd' %}", r"no loader for this environment"),
     "a module": ("{% import 'os' as os %}", r"no loader for this environment"),
     "a change of the messages": ("{{ messages.append(1) }}", r"attribute 'append'"),
-    "a division by zero": ("{{ 1 / 0 }}", r"refuses the messages: division by zero"),
-    "no template": ("{% for %}", r"refuses the messages: Expected an expression"),
+    "a division by zero": ("{{ 1 / 0 }}", r"rejects the messages: division by zero"),
+    "no template": ("{% for %}", r"rejects the messages: Expected an expression"),
 }
 attacks(
     "template",
@@ -1188,7 +1191,7 @@ def test_a_pipe_of_the_shell_is_read_and_another_is_not(tmp_path):
     assert read_text(Path(f"/dev/fd/{reading}")) == "seed: 1\n"
     os.close(reading)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="it is no regular file"):
+    with pytest.raises(ValueError, match="it is not a regular file"):
         read_text(tmp_path / "pipe")
 
 

@@ -163,7 +163,7 @@ def test_stopped_run_is_saved_says_so_in_one_line_and_goes_on_as_if_never_stoppe
     assert 2 <= step < STEPS
     name, last = signal.Signals(number).name, ended.out.splitlines()[-1]
     assert last == (
-        f"stopped by {name} after step {step}; go on with: --output_dir out "
+        f"stopped by {name} after step {step}; resume with: --output_dir out "
         "--resume_from_checkpoint latest"
     )
     assert record(out)["status"] == f"interrupted by {name} at step {step}"
@@ -173,7 +173,7 @@ def test_stopped_run_is_saved_says_so_in_one_line_and_goes_on_as_if_never_stoppe
     out = copy_of(out)
     ended = command(out.parent, *RESUME, "latest")
     assert ended.codes == [0], ended.err
-    assert f"going on from out/checkpoints/step-{step:08d}, after step {step}" in ended.out
+    assert f"resuming from out/checkpoints/step-{step:08d}, after step {step}" in ended.out
     assert_same_run(out, whole)
     (resumed,) = record(out)["resumed"]
     assert resumed["step"] == step
@@ -217,7 +217,7 @@ def test_damaged_checkpoint_is_passed_over_and_kept_as_rejected(command, whole, 
     assert "checkpoint rejected: out/checkpoints/step-00000024/model-00001.safetensors has" in (
         ended.out
     )
-    assert "going on from out/checkpoints/step-00000016" in ended.out
+    assert "resuming from out/checkpoints/step-00000016" in ended.out
     assert "step-00000024.rejected" in names(out)
     assert_same_run(out, whole)
 
@@ -333,7 +333,7 @@ def test_continued_adapter_of_another_scale_is_refused(command, whole, tmp_path)
     assert command(tmp_path, *RUN, *options).codes == [0]
     ended = command(tmp_path, *RESUME, "latest", "--model_name_or_path", scaled)
     assert ended.codes == [2]
-    assert "what differs: the adapter (was r 4, alpha 32, now r 4, alpha 64)" in ended.err
+    assert "the run differs: the adapter (was r 4, alpha 32, now r 4, alpha 64)" in ended.err
 
 
 def test_dry_run_that_finds_a_mistake_leaves_the_users_files_alone(command, tmp_path):
@@ -353,9 +353,7 @@ def test_signal_whose_save_fails_says_that_nothing_was_saved(command, launcher, 
     running.signal(signal.SIGTERM)
     assert running.wait() == [1]
     assert running.err().count("\n") == 1
-    assert "stopped by SIGTERM; what was learnt since the last checkpoint is not saved" in (
-        running.err()
-    )
+    assert "stopped by SIGTERM; progress since the last checkpoint is not saved" in (running.err())
     status = json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["status"]
     assert status.startswith("failed: OSError: out/checkpoints")
 
@@ -363,9 +361,9 @@ def test_signal_whose_save_fails_says_that_nothing_was_saved(command, launcher, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("model", "the run was another one; what differs: the base model's weights (was "),
-        ("data", "the run was another one; what differs: the training data (was "),
-        ("--lora_dim 5", "the run was another one: --lora_dim was 4, now 5"),
+        ("model", "the run differs: the base model's weights (was "),
+        ("data", "the run differs: the training data (was "),
+        ("--lora_dim 5", "the run differs: --lora_dim was 4, now 5"),
     ],
 )
 def test_another_run_is_refused_in_one_line_and_the_earlier_one_stays_as_it_was(
@@ -428,7 +426,7 @@ def test_signal_to_one_of_two_processes_stops_both_in_order(command, launcher, t
     step = last_step(out)
     assert ended.codes == [143, 143], ended.err
     assert "Traceback" not in ended.err
-    assert f"stopped by SIGTERM after step {step}; go on with: " in ended.out
+    assert f"stopped by SIGTERM after step {step}; resume with: " in ended.out
     assert names(out)[-1] == f"step-{step:08d}"
     # One process goes on, and each step keeps its rows.
     ended = command(tmp_path, *RESUME, "latest", "--zero_stage", "0")

@@ -117,7 +117,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undis
 
     _, running = start(name, home)
     assert not any(running.wait()), running.output()
-    begun = f"going on from out/checkpoints/{kept[-1]}" if kept else "a fresh start"
+    begun = f"resuming from out/checkpoints/{kept[-1]}" if kept else "starting from scratch"
     assert begun in running.out()
     whole = undisturbed(name)
     if (whole / "adapter").exists():
@@ -171,7 +171,7 @@ def test_another_objective_is_refused_in_one_line(start, copy_of, name, change, 
     _, running = start(name, out.parent, *change.split())
     assert running.wait() == [2], running.output()
     assert running.err().startswith("error: --resume_from_checkpoint ")
-    assert f"the run was another one: {message}" in running.err()
+    assert f"the run differs: {message}" in running.err()
     assert running.err().count("\n") == 1
     assert files_of(out) == before
 
@@ -192,7 +192,7 @@ def test_another_starting_adapter_is_refused_in_one_line(start, launcher, tmp_pa
     _, running = start(name, tmp_path, *options, "--max_steps", 4)
     assert running.wait() == [2], running.output()
     assert running.err().count("\n") == 1
-    assert "what differs: the adapter that training started from (was " in running.err()
+    assert "the run differs: the initial adapter (was " in running.err()
 
 
 @pytest.mark.thorough

@@ -183,7 +183,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(name, number, start, undis
 
     _, running = start(name, home)
     assert not any(running.wait()), running.output()
-    begun = f"going on from out/checkpoints/{kept[-1]}" if kept else "a fresh start"
+    begun = f"resuming from out/checkpoints/{kept[-1]}" if kept else "starting from scratch"
     assert begun in running.out()
     assert_same_run(home / "out", whole)
 
@@ -218,7 +218,7 @@ def test_resumed_where_no_evaluation_is_due_it_has_none(start, copy_of, undistur
     out = copy_of("1 rank", step=4)
     _, running = start("1 rank", out.parent)
     assert not any(running.wait()), running.output()
-    assert "going on from out/checkpoints/step-00000004" in running.out()
+    assert "resuming from out/checkpoints/step-00000004" in running.out()
     assert_same_run(out, undisturbed("1 rank"))
 
 
@@ -259,7 +259,7 @@ def test_another_run_is_refused_in_one_line(start, copy_of, change, message):
     _, running = start("1 rank", out.parent, *change.split())
     assert running.wait() == [2], running.output()
     assert running.err().startswith("error: --resume_from_checkpoint ")
-    assert f"the run was another one: {message}" in running.err()
+    assert f"the run differs: {message}" in running.err()
     assert running.err().count("\n") == 1
     assert files_of(out) == before
 
@@ -271,7 +271,7 @@ def test_other_data_is_refused_in_one_line(start, copy_of):
     _, running = start("1 rank", out.parent)
     assert running.wait() == [2], running.output()
     assert running.err().count("\n") == 1
-    assert "what differs: the evaluation data (was " in running.err()
+    assert "the run differs: the evaluation data (was " in running.err()
     assert "the pretraining text (was " in running.err()
 
 
@@ -296,10 +296,10 @@ def test_checkpoint_of_another_stage_is_refused(launcher, start, copy_of, tmp_pa
     _, running = start("1 rank", tmp_path, "--resume_from_checkpoint", checkpoint)
     assert running.wait() == [2], running.output()
     assert running.err() == (
-        f"error: --resume_from_checkpoint {checkpoint} is of a run of the stage sft, and this is "
-        "rlhf; go on with the command that made it\n"
+        f"error: --resume_from_checkpoint {checkpoint} belongs to a run of the stage sft, not "
+        "rlhf; use the command that wrote it\n"
     )
     running = launcher.start([*argv, *RESUME, "latest"], out.parent, script=STEP1)
     assert running.wait() == [2], running.output()
-    assert "is of a run of the stage rlhf, and this is sft" in running.err()
+    assert "is of a run of the stage rlhf, not sft" in running.err()
     assert running.err().count("\n") == 1

@@ -64,5 +64,5 @@ def test_batches_of_every_kind_are_divided_among_the_group(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["sample", "pair", *["unpaired"] * len(KTO)])
 def test_a_model_whose_layers_mix_tokens_is_refused(monkeypatch, kind):
-    with pytest.raises(ValueError, match="4 takes models whose tokens meet in attention by"):
+    with pytest.raises(ValueError, match="4 needs a model whose tokens interact only in"):
         layout_of(monkeypatch, kind, divisible=False)

@@ -16,7 +16,7 @@ from dschat_lora.runtime.validation import check_reading
 
 
 def check_score(config: ScoreConfig) -> None:
-    """Refuse what is no reward model, and files that cannot be read or written."""
+    """Refuse what is not a reward model, and files that cannot be read or written."""
     source = check_reading(config, ("SEQ_CLS",))
     check_rows(config, "samples", source)
     if config.output_path is not None:

@@ -102,11 +102,11 @@ def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
         (config.fp16 and config.bf16, "--fp16 and --bf16 contradict each other; give one"),
         (
             not (config.do_train or config.do_eval or config.do_predict),
-            "--no-do_train and --no-do_eval leave nothing to do; add --do_predict",
+            "--no-do_train and --no-do_eval together leave nothing to do; add --do_predict",
         ),
         (
             not config.do_train and config.resume_from_checkpoint,
-            "--resume_from_checkpoint goes on with training, not with --no-do_train",
+            "--resume_from_checkpoint resumes training, but --no-do_train is given",
         ),
         (
             config.warmup_steps and config.warmup_ratio,
@@ -116,11 +116,11 @@ def check_options_agree(config: GlueConfig, source: ModelSource) -> None:
         *((True, message) for message in without_effect(config)[:1]),
         (
             config.apply_lora and config.apply_adapter,
-            "--apply_lora and --apply_adapter are two methods; give one",
+            "--apply_lora and --apply_adapter cannot be combined; give one",
         ),
         (
             adapter is not None and not Path(adapter).expanduser().is_file(),
-            f"--adapter_path {adapter} is no file",
+            f"--adapter_path {adapter} is not a file",
         ),
         (
             masking and not config.reg_loss_wgt,
@@ -143,7 +143,7 @@ def with_evaluation_alone(config: GlueConfig, source: ModelSource) -> GlueConfig
         return config
     if config.resume_from_checkpoint is not None:
         return config
-    say_once("  note         --do_eval without --do_train: evaluates what is there")
+    say_once("  note         --do_eval without --do_train only evaluates")
     return replace(config, do_train=False)
 
 
@@ -177,8 +177,8 @@ def check_seeds(config: GlueConfig, source: ModelSource) -> None:
     check_starts_runs(config.seeds, "glue")
     if config.resume_from_checkpoint is not None or not (config.do_train and config.do_eval):
         raise ValueError(
-            f"--seeds {config.seeds} trains and evaluates anew; go on with one of its runs by its "
-            "own --output_dir"
+            f"--seeds {config.seeds} starts new runs; resume one of its runs with that run's "
+            "--output_dir"
         )
 
 
@@ -193,8 +193,8 @@ def with_adapter_settings(config: GlueConfig, source: ModelSource) -> GlueConfig
     adapter = read_adapter_config(config.lora_path)
     if adapter.rank_pattern or adapter.alpha_pattern:
         raise ValueError(
-            f"--lora_path {config.lora_path} has a rank_pattern or alpha_pattern, and here all "
-            "layers have one rank and alpha"
+            f"--lora_path {config.lora_path} has a rank_pattern or alpha_pattern, but here all "
+            "layers share one rank and alpha"
         )
     settings = {"lora_r": adapter.r, "lora_alpha": adapter.lora_alpha}
     return with_options(config, {n: v for n, v in settings.items() if n not in config.given})
@@ -223,11 +223,11 @@ def check_deepspeed(config: GlueConfig, source: ModelSource) -> None:
     zero = content.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == 3:
         raise ValueError(
-            f"--deepspeed {path} asks for ZeRO stage 3, which this command does not do; use stage "
-            "2 or lower"
+            f"--deepspeed {path} requests ZeRO stage 3, which this command does not support; use "
+            "stage 2 or lower"
         )
     if not config.do_train:
-        raise ValueError("--deepspeed is for training; leave it out with --no-do_train")
+        raise ValueError("--deepspeed is for training; remove it with --no-do_train")
 
 
 # In this order: the first that fails is the one a user reads.

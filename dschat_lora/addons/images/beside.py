@@ -40,8 +40,8 @@ def load_adapted(
         return
     if group_of(model) is not None:
         raise ValueError(
-            f"--tensor_parallel_size above 1 adapts {model.text_path} alone; leave out layers "
-            "beside it"
+            f"with --tensor_parallel_size above 1 only {model.text_path} can be adapted; remove "
+            "other layers"
         )
     model.put_rest(load_rest(model, source.base, meta=meta))
 

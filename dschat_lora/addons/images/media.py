@@ -67,8 +67,8 @@ def _refusal(config: Any, family: Family) -> str:
     divided = getattr(parallel, "context_parallel_size", 1)
     if divided > 1 and (family.by_grid or family.mutual):
         return (
-            f"--context_parallel_size {divided} divides rows, and the model reads images, whose "
-            "places and masks are those of whole rows: drop it"
+            f"--context_parallel_size {divided} splits rows, but the positions and masks of "
+            "images need whole rows: remove it"
         )
     of_text = {"--streaming": getattr(data, "tail", None) is not None}
     if hasattr(config, "players"):
@@ -80,5 +80,5 @@ def _refusal(config: Any, family: Family) -> str:
         }
     for what, is_used in of_text.items():
         if is_used:
-            return f"{what} reads text alone, and the rows hold more, such as images"
+            return f"{what} supports text only, but the rows contain other inputs, such as images"
     return ""

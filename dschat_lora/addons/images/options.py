@@ -66,5 +66,5 @@ class PromptImageOptions(ImageOptions):
             ValueError: if the model takes text alone, or a picture cannot be read.
         """
         if self.image and chat.media is None:
-            raise ValueError("--image is for models that see, and this one takes text alone")
+            raise ValueError("--image needs a vision model, but this one takes text only")
         return chat.media.record_of(location, prompt, self.image, chat) if self.image else None

@@ -108,10 +108,10 @@ def _of_text(text: str, folder: str | Path | None, allow_urls: bool) -> Picture:
         return Picture(data=_decoded(body))
     if scheme in ("http", "https"):
         if not allow_urls:
-            raise ValueError(f"picture {text!r:.300} is a URL; --allow_image_urls fetches such")
+            raise ValueError(f"picture {text!r:.300} is a URL; --allow_image_urls downloads it")
         return Picture(url=text)
     if scheme not in ("", "file"):
-        raise ValueError(f"picture {text!r:.300} is of none of file, data, http and https")
+        raise ValueError(f"picture {text!r:.300} is not a file, data, http or https address")
     return _of_file(unquote(text[len("file://") :]) if scheme else text, folder)
 
 
@@ -156,7 +156,7 @@ def read(picture: Picture, limits: Limits = LIMITS) -> bytes:
             return buffer.getvalue()
         if picture.path:
             if not os.path.isfile(picture.path) and os.path.exists(picture.path):
-                raise ValueError("it is no file")
+                raise ValueError("it is not a file")
             with open(picture.path, "rb") as file:
                 data = file.read(limits.max_bytes + 1)
         if picture.url:
@@ -176,7 +176,7 @@ def _fetched(url: str, limits: Limits) -> bytes:
             for part in answer.iter_bytes():
                 data += part
                 if time.monotonic() > end:
-                    raise ValueError(f"it takes more than {limits.seconds:g} seconds")
+                    raise ValueError(f"the download takes more than {limits.seconds:g} seconds")
                 if len(data) > limits.max_bytes:
                     break
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -225,11 +225,11 @@ def _opened(data: bytes) -> "Image.Image":
         return Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
         head = data[:1000].lower()
-        reason = f"it is none of {', '.join(FORMATS)}; it begins with {data[:16]!r}"
+        reason = f"it is not {', '.join(FORMATS)}; it begins with {data[:16]!r}"
         if head.startswith(b"version https://git-lfs"):
             reason = "it is a pointer of Git LFS; `git lfs pull` fetches the file itself"
         elif b"<svg" in head:
-            reason = "it is SVG, which has no pixels; make it a PNG"
+            reason = "it is SVG, which is not supported; convert it to PNG"
         raise ValueError(reason) from None
     except Image.DecompressionBombError:
         most = 2 * (Image.MAX_IMAGE_PIXELS or 0)

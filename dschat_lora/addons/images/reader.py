@@ -155,7 +155,7 @@ class ImageReader:
             raise ValueError(self.refusal)
         if folder is None and "images" in made:
             if (count := len(made["images"])) > REQUEST_PICTURES:
-                raise ValueError(f"{count} pictures are more than {REQUEST_PICTURES}")
+                raise ValueError(f"{count} pictures exceed the limit of {REQUEST_PICTURES}")
             made["images"] = tuple(map(self._received, made["images"]))
         return made
 
@@ -224,7 +224,7 @@ class ImageReader:
         if count > len(pictures) or (whole and count < len(pictures)):
             raise ValueError(
                 f"the row has {len(pictures)} pictures, and its text as the chat template writes "
-                f"it {count} times {token!r}, which stands for one"
+                f"it {count} times {token!r}, the placeholder of a picture"
             )
         own = processor.image_token
         if own != token and any(own in text for text in texts):

@@ -319,15 +319,15 @@ def attach(model: PreTrainedModel, reader: Pictures, base: str) -> None:
     assert isinstance(model, TextModel)
     if model.place.head is None:
         raise ValueError(
-            f"{base}: transformers has no sequence classifier of {whole.model_type}, so "
-            "reward models and critics of it take rows without pictures alone; those of gemma3 "
-            "and qwen3_5 take pictures"
+            f"{base}: transformers has no sequence classifier of {whole.model_type}, so its "
+            "reward models and critics only support rows without pictures; those of gemma3 and "
+            "qwen3_5 support pictures"
         )
     family = KNOWN[whole.model_type]
     if family.mutual and model.config._attn_implementation == "flex_attention":
         raise ValueError(
-            f"--attn_implementation flex_attention: tokens of a picture see later ones of it in "
-            f"{whole.model_type} models, for which there is sdpa or eager alone"
+            "--attn_implementation flex_attention: the tokens of a picture attend to later ones "
+            f"in {whole.model_type} models, which only sdpa and eager support"
         )
     hooks = model.base_model._forward_pre_hooks.values()
     if any(isinstance(hook, PictureInputs) and hook.reader is reader for hook in hooks):
@@ -344,7 +344,7 @@ def attach(model: PreTrainedModel, reader: Pictures, base: str) -> None:
         and any(p.requires_grad for p in model.parameters())
     ):
         raise ValueError(
-            f"--vision_learning_rate {rate:g} is for adapters of the part that sees, which has "
+            f"--vision_learning_rate {rate:g} is for adapters of the vision encoder, which has "
             "none: give --train_vision or name its layers in --target_modules"
         )
     elif inputs is None:

@@ -24,4 +24,4 @@ def accept(argv: list[str]) -> None:
     parser.add_argument("adapter", help="adapter directory whose manifest is rewritten")
     directory = parser.values(argv, [])["adapter"]
     accept_adapter(directory)
-    log_once(f"{directory}: its files are the ones its manifest says")
+    log_once(f"{directory}: the files now match the manifest")

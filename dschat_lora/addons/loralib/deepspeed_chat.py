@@ -109,12 +109,12 @@ def only_optimize_lora_parameters(
         if name not in parameters:
             close = difflib.get_close_matches(name, parameters, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"force_optimize_params {name!r} is no parameter's name{hint}")
+            raise ValueError(f"force_optimize_params {name!r} is not the name of a parameter{hint}")
     forced = [parameters[name] for name in force_optimize_params]
     trained = {id(p) for p in (*forced, *_factors(model).values())}
     if not trained:
         raise ValueError(
-            "the model has no LoRA parameters, and would be frozen as a whole; call "
+            "the model has no LoRA parameters and would be frozen entirely; call "
             "convert_linear_layer_to_lora with lora_dim above 0 first"
         )
     for parameter in parameters.values():
@@ -260,8 +260,8 @@ def _chosen_layers(model: nn.Module, part_module_name: str) -> dict[str, nn.Modu
             )
         endings = ", ".join(sorted(set(map(last_name, layers))))
         raise ValueError(
-            f"part_module_name {part_module_name!r} is in the name of no linear layer; their names "
-            f"are as {next(iter(layers))!r} and end in: {endings}"
+            f"part_module_name {part_module_name!r} matches no linear layer; their names are like "
+            f"{next(iter(layers))!r} and end in: {endings}"
         )
     for name in chosen:  # a factor would be passed by where the weight is used without a call
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):

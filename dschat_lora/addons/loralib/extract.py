@@ -208,7 +208,7 @@ def _settings_of(base: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(base)
     except Exception as error:  # a damaged file leads transformers to any
         raise ValueError(
-            f"--base {base} is no model: give a hub name or a directory with config.json "
+            f"--base {base} is not a model: give a hub name or a directory with config.json "
             f"({next(iter(str(error).strip().splitlines()), type(error).__name__)})"
         ) from error
 
@@ -235,9 +235,9 @@ def _report(
 ) -> None:
     if merged:
         say(
-            f"note: {file.path} was saved while merged: {len(merged)} weights hold the update "
-            f"already ({merged[0]}, ...). Loaded as it stands it counts the update twice; "
-            "the adapter written here, on its clean base, does not"
+            f"note: {file.path} was saved while merged: {len(merged)} weights already contain the "
+            f"update ({merged[0]}, ...). Loading it directly would apply the update twice; the "
+            "adapter written here, on the unmodified base, does not"
         )
     if other:
         reason = "the adapter was trained on another base"

@@ -112,12 +112,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], LoraSettings | None]:
         ValueError: if the file is missing or damaged, or holds something else.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is no file; a LoRA-only file is a .safetensors, .pt or .bin")
+        raise ValueError(f"{path} is not a file; a LoRA-only file is a .safetensors, .pt or .bin")
     read = _read_safetensors if path.suffix == ".safetensors" else _read_torch
     stored, settings = read(path)
     wrong = [name for name, value in stored.items() if not isinstance(value, Tensor)]
     if wrong:
-        raise ValueError(f"{path} is no state dict: {wrong[0]!r} is no tensor")
+        raise ValueError(f"{path} is not a state dict: {wrong[0]!r} is not a tensor")
     # Of DistributedDataParallel.
     tensors = {name.removeprefix("module."): tensor.float() for name, tensor in stored.items()}
     if settings is None:
@@ -127,7 +127,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], LoraSettings | None]:
         alpha, parts = float(noted.lora_alpha), tuple(map(str, noted.enable_lora))
         return tensors, LoraSettings(alpha, bool(noted.use_rslora), parts, noted.base)
     except (TypeError, ValueError):
-        raise ValueError(f"{path} is damaged: it notes {settings!r} as its settings") from None
+        raise ValueError(f"{path} is damaged: its settings are {settings!r}") from None
 
 
 def lora_config_of_file(
@@ -143,7 +143,7 @@ def lora_config_of_file(
     settings = file.settings
     if settings is None:
         if lora_alpha is None:
-            raise ValueError(f"{file.path} does not say its scaling; give --lora_alpha")
+            raise ValueError(f"{file.path} does not record its scaling; give --lora_alpha")
         settings = LoraSettings(lora_alpha, enable_lora=enable_lora)
     if lora_alpha not in (None, settings.lora_alpha):
         raise ValueError(
@@ -202,8 +202,8 @@ def load_lora_only(model: nn.Module, file: LoraOnly) -> list[str]:
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if empty is not None:
         raise ValueError(
-            f"{file.path} holds LoRA tensors alone, and {empty} of the model has no value: "
-            "load the base before them"
+            f"{file.path} contains only LoRA tensors, and {empty} of the model has no value: load "
+            "the base first"
         )
     parameters = adapter_parameters(model)
     for key, name in names.items():
@@ -222,7 +222,7 @@ def match_names(model: nn.Module, file: LoraOnly) -> dict[str, str]:
     """
     if not lora_layers(model):
         raise ValueError(
-            f"{file.path} holds LoRA tensors alone: load its base and let apply_lora make room"
+            f"{file.path} contains only LoRA tensors: load its base and call apply_lora first"
         )
     parameters = adapter_parameters(model)
     places = {loralib_name(name): name for name in parameters}
@@ -232,7 +232,7 @@ def match_names(model: nn.Module, file: LoraOnly) -> dict[str, str]:
         spellings = (key, prefix + key, key.removeprefix(prefix))
         name = next((places[each] for each in spellings if each in places), None)
         if name is None:
-            raise ValueError(f"{file.path} holds {key}, which the model has no place for")
+            raise ValueError(f"{file.path} contains {key}, which the model does not have")
         names[key] = name
     missing = sorted(parameters.keys() - names.values())
     if missing:
@@ -265,7 +265,7 @@ def rank_of(tensors: Mapping[str, Tensor], path: Path) -> int:
         owner = _owner(name)
         a, b = (tensors.get(f"{owner}.lora_{factor}") for factor in "AB")
         if a is None or b is None:
-            raise ValueError(f"{path}: {name} stands without its partner")
+            raise ValueError(f"{path}: {name} lacks its counterpart")
         if a.ndim != 2 or b.ndim != 2 or 0 in (*a.shape, *b.shape) or len(a) % b.shape[1]:
             raise ValueError(
                 f"{path}: the factors of {owner} are {tuple(a.shape)} and {tuple(b.shape)}; "

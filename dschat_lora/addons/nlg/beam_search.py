@@ -51,8 +51,8 @@ class TextRules(LogitsProcessor):  # type: ignore[misc]  # transformers is untyp
         scores = scores.log_softmax(dim=-1)
         if scores.isnan().any():
             raise ValueError(
-                f"token {text.shape[1] + 1} of a text has no probability, as the model overflows; "
-                "try --dtype fp32, or an earlier checkpoint of it"
+                f"token {text.shape[1] + 1} of a text has no finite probability, because the "
+                "model overflows; try --dtype fp32, or an earlier checkpoint"
             )
         if self._penalty != 1.0 and text.shape[1]:
             repeated = scores.gather(1, text)

@@ -32,12 +32,12 @@ CARDS: Mapping[str, str] = {
     "gpt2.md": "openai-community/gpt2-medium",
     "gpt2.lg": "openai-community/gpt2-large",
 }
-_CARD = "size of GPT-2: the hub's gpt2, gpt2-medium or gpt2-large, where no model is named"
+_CARD = "size of GPT-2 if no model is given: gpt2, gpt2-medium or gpt2-large from the hub"
 _WEIGHTS = (
-    "file of weights under GPT-2's or microsoft/LoRA's names, on the architecture of "
-    "--model_name_or_path or --model_card; or what --model_name_or_path takes"
+    "file of weights with GPT-2's or microsoft/LoRA's names, for the architecture of "
+    "--model_name_or_path or --model_card; or any value of --model_name_or_path"
 )
-_PLATFORM = "accepted from the original; the launcher says what the processes are"
+_PLATFORM = "accepted from the original; the launcher sets the processes"
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         require_numbers(self, ">= 0", "ref_num")
         if (self.references is None) != (self.hypotheses is None):
-            raise ValueError("--references and --hypotheses go together; give both")
+            raise ValueError("--references and --hypotheses must be given together")
         if bool(self.predictions) == (self.references is not None):
             raise ValueError("give --predictions, or --references and --hypotheses")
 

@@ -92,7 +92,7 @@ def load_base(model: nn.Module, checkpoint: Gpt2Checkpoint) -> None:
         check_finite(checkpoint.base[name], f"{checkpoint.path}: {name}")
         parameter.copy_(checkpoint.base[name])
     if unknown := sorted(checkpoint.base.keys() - own.keys()):
-        raise ValueError(f"{checkpoint.path} holds {unknown[0]}, which the model has no place for")
+        raise ValueError(f"{checkpoint.path} holds {unknown[0]}, which the model does not have")
 
 
 def _our_name(name: str) -> str:

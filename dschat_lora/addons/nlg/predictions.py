@@ -89,10 +89,10 @@ def _references(name: str, number: int | None) -> list[tuple[str, ...]]:
         else takewhile(lambda each: Path(each).expanduser().is_file(), numbered)
     )
     if not names:
-        raise ValueError(f"--references {name} is no file, nor are {name}0, {name}1, ...")
+        raise ValueError(f"neither --references {name} nor {name}0, {name}1, ... is a file")
     columns = [_lines_of(each, "references") for each in names]
     if odd := [n for n, lines in zip(names, columns, strict=True) if len(lines) != len(columns[0])]:
-        raise ValueError(f"--references {odd[0]} has other many lines than {names[0]}")
+        raise ValueError(f"--references {odd[0]} has a different number of lines than {names[0]}")
     return [tuple(filter(str.strip, each)) for each in zip(*columns, strict=True)]
 
 
@@ -143,7 +143,7 @@ def json_lines(name: str, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ValueError(f"--{option} {name} is no file; decode writes one")
+        raise ValueError(f"--{option} {name} is not a file; decode writes it")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

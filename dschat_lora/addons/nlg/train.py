@@ -95,8 +95,8 @@ def _write_base(config: NlgConfig, weights: Path, directory: Path) -> None:
     checkpoint = read_gpt2_checkpoint(weights)
     if checkpoint.factors is not None:
         raise ValueError(
-            f"--init_checkpoint {weights} holds LoRA factors; training starts from a base without: "
-            "merge them first, or decode them"
+            f"--init_checkpoint {weights} contains LoRA weights, but training starts from a base "
+            "without any: merge them first, or decode with them"
         )
     model = gpt2_with_weights(name, config.model, checkpoint, dtype=torch.float32)
     with staged_directory(directory) as staging, writing(directory):

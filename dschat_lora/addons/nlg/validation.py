@@ -89,14 +89,14 @@ def _named_model(name: str | None, init_checkpoint: str | None, card: str | None
     if weights_file(init_checkpoint) is not None:
         if name is None and of_card is None:
             raise ValueError(
-                f"--init_checkpoint {init_checkpoint} is a file of weights; --model_card gpt2.md, "
-                "or --model_name_or_path, says of which model"
+                f"--init_checkpoint {init_checkpoint} is a file of weights; name its model with "
+                "--model_card gpt2.md or --model_name_or_path"
             )
         return name or of_card
     if name not in (None, init_checkpoint):
         raise ValueError(
-            f"--init_checkpoint {init_checkpoint} and --model_name_or_path {name} name two models; "
-            "give one"
+            f"--init_checkpoint {init_checkpoint} and --model_name_or_path {name} both name a "
+            "model; give one"
         )
     path = Path(init_checkpoint).expanduser()
     if path.suffix in (".pt", ".pth", ".bin", ".safetensors") and not path.exists():
@@ -127,14 +127,14 @@ def check_cycle(config: NlgConfig, inputs: Inputs) -> None:
         return
     if optim.max_steps:
         raise ValueError(
-            f"--max_steps {optim.max_steps} and --i_steps {optim.i_steps} both say how long the "
-            "run is; give one"
+            f"--max_steps {optim.max_steps} and --i_steps {optim.i_steps} both set the length of "
+            "the run; give one"
         )
     for name in _RATES:
         if name in config.given:
             raise ValueError(
-                f"--{name} has no part in --lr_scheduler_type cycle: --i_lrs {optim.i_lrs} are "
-                "the rates; drop it"
+                f"--{name} is not used by --lr_scheduler_type cycle, whose rates are --i_lrs "
+                f"{optim.i_lrs}; drop it"
             )
 
 
@@ -142,7 +142,7 @@ def check_epochs(config: NlgConfig, inputs: Inputs) -> None:
     """Refuse to keep every epoch's factors where there are none."""
     adapter = inputs.sources.of(MODEL).adapter
     if config.save_epochs and config.lora.lora_dim == 0 and adapter is None:
-        raise ValueError("--save_epochs keeps LoRA factors, and --lora_dim 0 has none")
+        raise ValueError("--save_epochs saves LoRA weights, but --lora_dim 0 has none")
 
 
 def check_seeds(config: NlgConfig, inputs: Inputs) -> None:
@@ -151,7 +151,9 @@ def check_seeds(config: NlgConfig, inputs: Inputs) -> None:
         return
     check_starts_runs(config.seeds, "nlg")
     if config.run.resume_from_checkpoint is not None:
-        raise ValueError("--seeds trains anew; go on with one of its runs by its own --output_dir")
+        raise ValueError(
+            "--seeds starts new runs; resume one of its runs with that run's --output_dir"
+        )
 
 
 def check_length(config: NlgConfig, inputs: Inputs) -> None:
@@ -271,21 +273,21 @@ def _check_factors(config: DecodeConfig, source: ModelSource) -> None:
     if weights is not None and (path is not None or adapter is not None):
         other = f"--lora_path {path}" if path is not None else f"the adapter {adapter}"
         raise ValueError(
-            f"--init_checkpoint {weights} goes on a base without factors, not with {other}"
+            f"--init_checkpoint {weights} needs a base without LoRA weights, not {other}"
         )
     if path is not None:
         if base is None:
             raise ValueError(
-                f"--lora_path {path} holds LoRA factors alone; name their base in "
+                f"--lora_path {path} contains only LoRA weights; give their base with "
                 "--model_name_or_path"
             )
         if adapter is not None:
             raise ValueError(
-                f"--model_name_or_path {base} has an adapter of its own; --lora_path {path} goes "
-                "on a base without one"
+                f"--model_name_or_path {base} already has an adapter; --lora_path {path} needs a "
+                "base without one"
             )
         if not Path(path).expanduser().is_file():
-            raise ValueError(f"--lora_path {path} is no file; give a .safetensors, .pt or .bin")
+            raise ValueError(f"--lora_path {path} is not a file; give a .safetensors, .pt or .bin")
     elif weights is None:
         _check_described(config, source)
 
@@ -302,4 +304,4 @@ def _check_described(config: DecodeConfig, source: ModelSource) -> None:
         typed = {}
     wrong = [name for name, value in typed.items() if value is not None]
     if wrong := [*wrong, *["enable_lora"][: len(config.enable_lora)]]:
-        raise ValueError(f"--{wrong[0]} describes a --lora_path, and there is none")
+        raise ValueError(f"--{wrong[0]} describes a --lora_path, which is not given")

@@ -49,7 +49,7 @@ class RunOfPart:
         """
         known = {"metrics.jsonl", "run.json", "report.html", FILE} | self.taken
         if name in known or Path(name).name != name:
-            raise ValueError(f"appended({name!r}): give a name of its own in the run's directory")
+            raise ValueError(f"appended({name!r}): give a new file name in the run's directory")
         self.taken.add(name)
         source = None if self.earlier is None else self.earlier / name
         file = AppendedFile(

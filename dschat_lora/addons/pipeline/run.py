@@ -29,10 +29,10 @@ _FINISHED = {"status": "finished", "replaces": None}
 #: action for a stage: none; a new run; the rest of one; a new run in place of one
 How = Literal["skip", "begin", "resume", "redo"]
 _WORDS = {
-    "skip": "finished, and skipped",
+    "skip": "finished, skipped",
     "begin": "to run",
-    "resume": "to go on from its newest checkpoint, if it has one",
-    "redo": "to run again, over the run that is there",
+    "resume": "to resume from its newest checkpoint, if it has one",
+    "redo": "to run again, overwriting the existing run",
 }
 # Where stages leave what they trained.
 _RESULTS = ("adapter", "model")
@@ -139,11 +139,11 @@ def _run_stages(recipe: Recipe, steps: Mapping[str, How], relay: Relay, *, again
         if received := relay.received:
             when = "after the stage" if finished else "in the stage"
             name = signal.Signals(received).name
-            fail(f"stopped by {name} {when} {stage}; go on with: {again}", code=128 + received)
+            fail(f"stopped by {name} {when} {stage}; resume with: {again}", code=128 + received)
         if not finished:
             fail(
-                f"the stage {stage} ended with exit code {code}, and its last lines say why; when "
-                f"that is put right, go on with: {again}",
+                f"the stage {stage} ended with exit code {code} (see its last lines); after "
+                f"fixing the cause, resume with: {again}",
                 code=code or 1,
             )
 
@@ -185,8 +185,8 @@ def make_state(
         stale = [each for each in sources if steps.get(each, "skip") != "skip"]
         if how in ("skip", "resume") and stale and begun:
             raise ValueError(
-                f"{recipe.file}: stage {name} stands on the stage {stale[0]}, which is not "
-                f"finished; use --from {stale[0]} to do it and all later stages again"
+                f"{recipe.file}: stage {name} depends on the stage {stale[0]}, which is not "
+                f"finished; use --from {stale[0]} to run it and all later stages again"
             )
         steps[name] = how
     return steps
@@ -198,8 +198,8 @@ def _how(recipe: Recipe, record: PipelineRecord, name: str) -> How:
     if known is None:
         if left := leftovers(directory):
             raise ValueError(
-                f"{directory} holds a run ({', '.join(p.name for p in left)}) that {RECORD} "
-                f"beside it does not know; choose another --output_dir, or --from {name} to "
+                f"{directory} holds a run ({', '.join(p.name for p in left)}) that {RECORD} next "
+                f"to it does not list; choose another --output_dir, or use --from {name} to "
                 "replace it"
             )
         return "begin"
@@ -216,15 +216,15 @@ def _how(recipe: Recipe, record: PipelineRecord, name: str) -> How:
         if finished:
             raise ValueError(
                 f"{recipe.file}: stage {name} is finished, with other options: "
-                f"{'; '.join(changes)}; put them back, or use --from {name} to do it and all "
+                f"{'; '.join(changes)}; restore them, or use --from {name} to run it and all "
                 "later stages again"
             )
         # Options that are not typed are those of the checkpoint.
         if (dropped := sorted(then.keys() - now.keys())) and checkpoints_of(directory):
             raise ValueError(
                 f"{recipe.file}: stage {name} was begun with --{dropped[0]} "
-                f"{value_text(then[dropped[0]])}, which is given no more; state what it shall be, "
-                f"or use --from {name} to begin again"
+                f"{value_text(then[dropped[0]])}, which is no longer given; set it, or use --from "
+                f"{name} to start again"
             )
     return "skip" if finished else "resume"
 

@@ -56,7 +56,7 @@ class TuneConfig:
         factor = self.reduction_factor
         require(factor >= 2, "reduction_factor", factor, ">= 2")
         if self.resume and self.output_dir is None:
-            raise ValueError("--resume needs --output_dir, the directory of the search")
+            raise ValueError("--resume needs the --output_dir of the search")
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ def diagnose(*, as_json: bool, trains: bool) -> bool:
         can_train = {"can_train": errors == 0}
         print_json(can_train | {"findings": [asdict(each) for each in findings]})
     elif errors:
-        log_once(f"a run cannot train here: {errors} of these marked X")
+        log_once(f"training is not possible here: {errors} problems, marked X")
     else:
-        log_once("a run can train here" + ("" if trains else "; no training step was tried"))
+        log_once("a run can train here" + ("" if trains else "; the training step was skipped"))
     return errors == 0
 
 
@@ -95,7 +95,7 @@ def versions() -> Iterator[Finding]:
         return
     own = ".".join(map(str, sys.version_info[:3]))
     if not SpecifierSet(python).contains(own):
-        remedy = "make an environment with another Python"
+        remedy = "create an environment with another Python"
         yield Finding("versions", "error", f"Python {own}, which is not {python}", remedy)
     wanted = [Requirement(text) for text in declared]
     needed = [each for each in wanted if each.marker is None or each.marker.evaluate()]
@@ -141,7 +141,9 @@ def describe_device(device: torch.device) -> Finding:
         f"{types}"
     )
     if free < total / 2:
-        remedy = "another program uses it: nvidia-smi lists which; or choose GPUs by --include"
+        remedy = (
+            "another program uses it (see nvidia-smi); stop it, or choose other GPUs with --include"
+        )
         return Finding(subject, "warning", words, remedy)
     return Finding(subject, "ok", words)
 
@@ -151,10 +153,10 @@ def attention(device: torch.device) -> Finding:
     if device.type == "cpu":
         return Finding("attention", "ok", "sdpa of the CPU")
     if has_varlen(device, DTYPES["bf16"]):
-        return Finding("attention", "ok", "flash attention, rows of packed samples in one call")
+        return Finding("attention", "ok", "flash attention, packed rows in one call")
     kind = "flash" if torch.backends.cuda.is_flash_attention_available() else "no flash"
-    remedy = "training works, with more memory and time for packed rows; --no-packing helps"
-    words = f"{kind} attention, no kernel for samples of unlike lengths"
+    remedy = "training works, but packed rows take more memory and time; --no-packing helps"
+    words = f"{kind} attention, no variable-length kernel"
     return Finding("attention", "warning", words, remedy)
 
 
@@ -164,7 +166,7 @@ def compiler(device: torch.device) -> Finding:
     needed_by = "--compile needs it"
     if device.type == "cuda":
         needed_by = "--compile and --attn_implementation flex_attention need it"
-    remedy = f"nothing else does: install {name} and Python's headers, or set {variable}"
+    remedy = f"nothing else needs it: install {name} and Python's headers, or set {variable}"
     if (path := shutil.which(name)) is None:
         words = f"no {language} compiler ({name}); {needed_by}"
         return Finding("compiler", "warning", words, remedy)
@@ -179,7 +181,7 @@ def compiler(device: torch.device) -> Finding:
     if done.returncode:
         said = done.stderr.strip().splitlines()
         errors = [line for line in said if "error" in line] or said or ["no reason given"]
-        words = f"{name} builds nothing: {errors[0]}; {needed_by}"
+        words = f"{name} cannot compile: {errors[0]}; {needed_by}"
         return Finding("compiler", "warning", words, remedy)
     return Finding("compiler", "ok", f"{path} works, for --compile")
 
@@ -189,7 +191,7 @@ def memory() -> Finding:
     free = psutil.virtual_memory().available
     words = f"{free / GIB:.3g} GiB of host memory free"
     if free < SMALL_MEMORY:
-        remedy = "models are read into it first; end other programs, or take a small model"
+        remedy = "models are loaded into it first; close other programs, or use a smaller model"
         return Finding("memory", "warning", words, remedy)
     return Finding("memory", "ok", words)
 
@@ -209,7 +211,7 @@ def disks() -> Iterator[Finding]:
         nearest = next(p for p in (path, *path.parents) if p.exists())
         free = shutil.disk_usage(nearest).free
         words = f"{name}: {free / GIB:.3g} GiB free for {path}"
-        remedy = f"make room, or choose another place by {options[name]}"
+        remedy = f"free space, or choose another location with {options[name]}"
         if not os.access(nearest, os.W_OK | os.X_OK):
             yield Finding("disk", "error", f"{name}: {path} is not writable", remedy)
         elif free < SMALL_DISK:
@@ -261,11 +263,11 @@ def training_step(device: torch.device) -> Finding:
             if load > cores:
                 words += f", at a load average of {load:.0f} on {cores} cores"
                 return Finding("training", "warning", words, "try again once the others have ended")
-            remedy = "see where it waits by py-spy dump, or run dschat-lora sft --max_steps 2"
+            remedy = "find where it waits with py-spy dump, or run dschat-lora sft --max_steps 2"
             return Finding("training", "error", words, remedy)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            remedy = "what the run said is above; docs/troubleshooting.md lists errors by text"
+            remedy = "see the output above; docs/troubleshooting.md lists errors by text"
             return Finding("training", "error", f"{device}: {reason}", remedy)
         losses = [row["loss"] for row in read_metrics(output, "train")]
     words = (

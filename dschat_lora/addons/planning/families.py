@@ -17,16 +17,16 @@ Cell = bool | str | None
 COLUMNS = {
     "trains": "three steps of SFT give the losses and the adapter of stock transformers with PEFT",
     "experts": "experts of a mixture learn",
-    "packed": "samples share rows, with the loss of each by itself",
-    "rollouts": "answers are those of generate, drawn with the log-probabilities of training",
+    "packed": "several samples share a row, with the same loss as alone",
+    "rollouts": "sampling matches generate, with the log-probabilities of training",
     "ppo": "an iteration of PPO",
     "grpo": "an iteration of GRPO",
-    "four_bit": "LoRA on a base of which the layers in blocks hold 4 bits",
+    "four_bit": "LoRA on a base with 4-bit transformer blocks",
     "tensor_parallel": "one model on several processes",
     "merge": "base and adapter as one model of stock transformers",
-    "peft": "adapters go to stock PEFT and come from it",
-    "serve": "several requests and adapters in one batch, with the logits of the model alone",
-    "gguf": "llama.cpp's converter knows the class",
+    "peft": "adapters can be exchanged with stock PEFT",
+    "serve": "several requests and adapters in one batch, with unchanged logits",
+    "gguf": "llama.cpp's converter supports the class",
 }
 _SHORT = {
     **{"ppo": "PPO", "grpo": "GRPO", "four_bit": "4-bit"},

@@ -95,11 +95,11 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["cells"] is None:
         why = f" ({facts['left_out']})" if facts["left_out"] else ""
         yield (
-            f"Its type was not tried with transformers {facts['transformers']}{why}: the probe at "
-            "the start of a run decides."
+            f"Its type was not tested with transformers {facts['transformers']}{why}: the check "
+            "at the start of a run decides."
         )
         return
-    yield f"found by trying its type with transformers {facts['transformers']}:"
+    yield f"tested for its type with transformers {facts['transformers']}:"
     for column in COLUMNS:
         cell = facts["cells"].get(column)
         reason = f": {cell}" if isinstance(cell, str) else ""

@@ -69,7 +69,7 @@ def advise_supervised(
         kept = parts["activations"] / GIB
         advice += f". --training_graphs off takes {kept:.3g} GiB less, where graphs were recorded"
     if tokens := config.batch.tokens_per_device:
-        advice += f". Fewer than --tokens_per_device {tokens} take less, in another run"
+        advice += f". Fewer than --tokens_per_device {tokens} take less memory, but change the run"
     return advice
 
 
@@ -98,11 +98,11 @@ def _supervised_remedies(
     of_rows: list[Remedy] = [(f"compute fewer rows at once{same}", fewer), *_RECOMPUTING]
     of_weights: list[Remedy] = [
         ("compute in 16 bits", {"dtype": "auto"} if settings.dtype == "fp32" else {}),
-        ("share over the processes", partial(_shared, stage=shared)),
+        ("shard over the processes", partial(_shared, stage=shared)),
         (f"divide the model{same}", partial(_divided, adapted)),
         _IN_4_BITS,
-        ("use host memory", partial(_offloaded, stage=hosted)),
-        ("train adapters alone", adapter if trains_base else {}),
+        ("offload to host memory", partial(_offloaded, stage=hosted)),
+        ("train only adapters", adapter if trains_base else {}),
     ]
     if by_rows < _ROWS_MATTER * total:
         return of_weights
@@ -163,14 +163,14 @@ def _rl_remedies(
     stage = 2 if batch.engine.needs_whole_weights else 3
     smaller: Added = {} if decodes else partial(_smaller_micro_batches, longest=longest)
     return [
-        ("free what decoding keeps", {"release_inference_cache": True} if keeps_cache else {}),
+        ("free the KV cache", {"release_inference_cache": True} if keeps_cache else {}),
         ("train without CUDA graphs", {"training_graphs": "off"} if records else {}),
         ("compute fewer rows at once", smaller),
         ("decode fewer responses at once", fewer),
         *([] if decodes else _RECOMPUTING),
         _IN_4_BITS,
-        ("share over the processes", partial(_shared, stage=stage)),
-        ("use host memory", partial(_offloaded, stage=stage)),
+        ("shard over the processes", partial(_shared, stage=stage)),
+        ("offload to host memory", partial(_offloaded, stage=stage)),
     ]
 
 
@@ -201,7 +201,7 @@ def _in_4_bits(config: StageConfig) -> Options:
 
 _RECOMPUTING: tuple[Remedy, ...] = (
     ("recompute activations", _recomputed),
-    ("keep inputs of blocks in host memory", _moved),
+    ("offload activations to host memory", _moved),
 )
 _IN_4_BITS: Remedy = ("hold the base in 4 bits by dschat_lora[qlora]", _in_4_bits)
 
@@ -240,15 +240,15 @@ def _in_words(
             left.append(f"{words} ({' '.join(command_line(options))})")
     used = f"by estimate {_parts_in_use(sizes, device_bytes)}; " if sizes else ""
     if not left:
-        return f"{used}no option is left that saves memory: take a larger device or a smaller model"
-    each = "try one after another, each added to those before: " if len(left) > 1 else "try to "
+        return f"{used}no further option saves memory: use a larger device or a smaller model"
+    each = "try in this order, keeping the earlier ones: " if len(left) > 1 else "try to "
     advice = f"{used}{each}{', then '.join(left)}"
     if device_bytes is None or _fits(sizes, device_bytes) or stage not in STAGES:
         return advice
     asked = f"--num_gpus {world_size()} " if world_size() > 1 else ""
     asked += f"--for {device_bytes / GIB:.3g}GiB"
-    advice += f"; dschat-lora plan {stage} with the run's options and {asked}"
-    return f"{advice} says what is enough"
+    advice += f"; dschat-lora plan {stage} with the options of the run and {asked}"
+    return f"{advice} shows what is enough"
 
 
 def _fits(sizes: Mapping[str, int], device_bytes: int) -> bool:

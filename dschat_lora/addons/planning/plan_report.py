@@ -231,11 +231,11 @@ def _peak_words(plan: StagePlan) -> str:
 
 
 def _device_words(planned: Planned, card: Card) -> str:
-    verdict = "fits" if planned.fits else "does not fit as given"
+    verdict = "fits" if planned.fits else "does not fit with these settings"
     if planned.fits is False and planned.better is None:
         verdict = (
-            "does not fit, and no settings were found that do: take a larger device, a "
-            "smaller model or shorter rows"
+            "does not fit, and no settings were found that fit: use a larger device, a smaller "
+            "model or shorter rows"
         )
     return (
         f"{card.name}, of which {_gib(card.usable_bytes)} GiB are planned with (the context and a "
@@ -250,7 +250,7 @@ def _time_words(planned: Planned) -> str:
     work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
     spent = None if planned.card is None else time.on(planned.card)
     if spent is None:
-        return f"{work}; --for with a card's name, such as RTX 4090 or H100, says how long"
+        return f"{work}; --for with the name of a GPU, such as RTX 4090 or H100, estimates the time"
     steps, seconds = config.optim.max_steps, spent.total
     whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
     if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
@@ -258,7 +258,7 @@ def _time_words(planned: Planned) -> str:
         whole = f"; {duration(tokens / time.tokens * seconds)} for the data's {tokens:,} tokens"
     how = f"at {EFFICIENCY:.0%} of the card's peak{' and with CUDA graphs' * (spent.replaying > 0)}"
     if spent.launching > spent.work and not spent.replaying:
-        how = "as fast as kernels are launched"
+        how = "limited by kernel launches"
     per_million = duration(1e6 / time.tokens * seconds)
     return (
         f"{work}: {duration(seconds)}, {time.tokens / seconds:,.0f} tokens/s, {per_million} for a "

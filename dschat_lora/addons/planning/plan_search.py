@@ -153,7 +153,7 @@ def plan_file(recipe: Recipe, home: Path, *, card: Card | None = None) -> Iterat
 
         def planner(change: Change, plan: StagePlan = plan) -> StagePlan:
             if change:
-                raise ValueError("a file's stage is planned with its own options alone")
+                raise ValueError("a stage of a file is planned with its own options only")
             return plan
 
         options, count = recipe.stages[name], recipe.launcher.processes or 1
@@ -203,7 +203,7 @@ def _audit(name: str, config: Config, options: Mapping[str, Any]) -> DataAudit |
             f"in a directory here; --dry_run of {name} counts"
         )
     if any(each.hub_name is not None for each in config_sources(data)):
-        return f"not counted: it would be downloaded; --dry_run of {name} counts"
+        return f"not counted: it would be downloaded; use --dry_run of {name} to count"
     tokenizer = load_tokenizer(source.tokenizer, model)
     media = media_reader(config, tokenizer, source.base)
     how: dict[str, Any] = {"seed": config.run.seed, "phase": config.phase, "kind": config.kind}

@@ -121,7 +121,7 @@ def run_tune(
             own = {n: v for n, v in asdict(config).items() if v != getattr(TuneConfig(), n)}
             own |= {"output_dir": str(home), "resume": True}
             again = shlex.join(typed_command(f"tune {stage}", launcher, {**options, **own}))
-            fail(f"stopped by {name}; go on with: {again}", code=128 + received[0])
+            fail(f"stopped by {name}; resume with: {again}", code=128 + received[0])
         return show_trials(search, study, home, launcher)
 
 
@@ -135,7 +135,7 @@ def make_search(
     """
     for name in _OWN:
         if name in options:
-            raise ValueError(f"--{name} is the search's to set: leave it out")
+            raise ValueError(f"--{name} is set by the search: remove it")
     processes = 1 if launcher is None else launcher.processes
     is_rl = issubclass(STAGES[stage].config, RlhfConfig)
     role, batch = ("actor_", "training") if is_rl else ("", "train")
@@ -201,10 +201,11 @@ def open_study(search: Search, path: Path, *, resume: bool) -> "Study":
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if resume and not path.exists():
-        raise ValueError(f"--resume: {path.parent} holds no search")
+        raise ValueError(f"--resume: {path.parent} contains no search")
     if path.exists() and not resume:
         raise ValueError(
-            f"{path.parent} holds a search: go on with --resume, or choose another --output_dir"
+            f"{path.parent} contains a search: continue it with --resume, or choose another "
+            "--output_dir"
         )
     study = optuna.create_study(
         # Absolute: else optuna waits for the lock of a killed process without end.
@@ -231,7 +232,7 @@ def open_study(search: Search, path: Path, *, resume: bool) -> "Study":
         if was.get(name) != becomes.get(name):
             raise ValueError(
                 f"--resume: {name} was {value_text(was.get(name))}, now "
-                f"{value_text(becomes.get(name))}; put it back, or choose another --output_dir"
+                f"{value_text(becomes.get(name))}; restore it, or choose another --output_dir"
             )
     return study
 
@@ -455,7 +456,7 @@ def show_trials(
     )
     log_once(f"report: {home / 'report.html'}")
     if not any(each.state.name == "COMPLETE" for each in study.trials):
-        raise ValueError("no trial came to its end; the table says why")
+        raise ValueError("no trial finished; see the table for the reasons")
     shares = [
         _steps(home / f"trial-{n:02d}") / search.of_run(each.params)["max_steps"]
         for n, each in enumerate(study.trials)
@@ -465,7 +466,7 @@ def show_trials(
     best = study.best_trial
     log_once(
         f"best: trial-{best.number:02d}, {search.metric} {short(study.best_value)}; the steps of "
-        f"{cost:.2f} whole trials were made, {cost / grid:.0%} of {grid}"
+        f"{cost:.2f} full trials were run, {cost / grid:.0%} of {grid}"
     )
     options = {**search.options, **best.params}
     if options.get("max_steps"):

@@ -46,10 +46,9 @@ def plan(argv: list[str]) -> None:
     """Run ``dschat-lora plan``."""
     parser = Parser(
         "dschat-lora plan [STAGE] [MODEL]",
-        "Say what memory and time a stage takes, before anything is loaded, and which settings fit "
-        "a device. The other options are the stage's own. "
-        f"STAGE is one of {', '.join(STAGES)} (default: sft), or a pipeline's YAML file or a "
-        "recipe's name.",
+        "Estimate the memory and time of a stage without loading anything, and find settings that "
+        f"fit a device. All other options are the stage's. STAGE is one of {', '.join(STAGES)} "
+        "(default: sft), or a pipeline's YAML file or a recipe's name.",
         PLAN_EXAMPLES,
     )
     parser.add_argument(
@@ -72,8 +71,8 @@ def plan(argv: list[str]) -> None:
         options = _typed("plan", what, rest, positionals=(model,))
     elif rest:
         raise ValueError(
-            f"unexpected argument {rest[0]!r}: stages with options of their own are "
-            f"{', '.join(STAGES)}, and {what} is taken for a pipeline's file"
+            f"unexpected argument {rest[0]!r}: stages with their own options are "
+            f"{', '.join(STAGES)}, and {what} is taken for a pipeline file"
         )
     show = late("addons.planning.plan_report:show_plans")
     if not show(what, options, card=card, processes=values["num_gpus"], as_json=values["json"]):
@@ -166,13 +165,11 @@ def _show_families(*, as_json: bool) -> None:
     if as_json:
         print_json(asdict(families))
         return
-    log_once(f"types of models with transformers {families.transformers}, found by trying each\n")
+    log_once(f"model types, tested with transformers {families.transformers}\n")
     for line in table(["type", *map(short, COLUMNS)], families.rows()):
         log_once(line)
     for column, reasons in families.why_not().items():
         log_once(f"\n{short(column)}: {COLUMNS[column]}; not for")
         for reason, kinds in reasons.items():
             log_once(wrapped(f"  {', '.join(kinds)}: {reason}"))
-    log_once(
-        "\n- nothing to try; ? not tried. Other types are tried by the probe that starts a run."
-    )
+    log_once("\n- not applicable; ? not tested. Other types are checked at the start of a run.")

@@ -31,8 +31,8 @@ def saved_directory(given: str, *, first: Literal["adapter", "model"]) -> Path:
     path = Path(given).expanduser()
     if is_checkpoint(path):
         raise ValueError(
-            f"--path {path} is a checkpoint, which other tools do not read; dschat-lora merge "
-            f"{path} --output_dir DIR makes a model of it"
+            f"--path {path} is a checkpoint, which other tools cannot read; dschat-lora merge "
+            f"{path} --output_dir DIR turns it into a model"
         )
     names = sorted(("adapter", "model"), key=lambda name: name != first)
     homes = [path, *(path / name for name in names), *(path / "actor" / name for name in names)]
@@ -97,12 +97,12 @@ def _upload(directory: Path, config: PushConfig) -> str:
     except (HFValidationError, LocalTokenNotFoundError) as error:
         raise ValueError(f"--repo {config.repo}: {error}") from error
     except HfHubHTTPError as error:
-        raise OSError(f"the hub refuses {config.repo}: {error}") from error
+        raise OSError(f"the hub rejects {config.repo}: {error}") from error
     except Exception as error:
         if not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
             raise
         raise OSError(
-            f"the hub cannot be reached ({error}); --dry_run says what would be uploaded"
+            f"the hub cannot be reached ({error}); --dry_run shows what would be uploaded"
         ) from error
 
 
@@ -143,7 +143,9 @@ def export_gguf(config: ExportConfig, run: Callable[[Sequence[str]], int]) -> bo
     elif written:
         log_once(f"written: {output}")
     else:
-        note("nothing was converted: llama.cpp's converter is not here; these commands do it")
+        note(
+            "nothing was converted, because llama.cpp's converter was not found; run these commands"
+        )
         for line in commands:
             log_once(fitted_command(line, ""))
     return written

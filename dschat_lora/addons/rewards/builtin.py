@@ -37,7 +37,7 @@ def builtin_function(name: str) -> Callable[..., Any]:
     kind, _, argument = name.removeprefix(PREFIX).partition("=")
     if kind not in BUILTINS:
         raise ValueError(
-            f"--reward_function {name}: there is no such built-in reward; there are "
+            f"--reward_function {name}: unknown built-in reward; known ones are "
             + ", ".join(PREFIX + each for each in BUILTINS)
         )
     try:
@@ -102,7 +102,7 @@ def json_schema(argument: str) -> Callable[..., float]:
     except OSError as error:
         raise ValueError(f"{argument} cannot be read: {error.strerror}") from error
     except SchemaError as error:
-        raise ValueError(f"{argument} is no JSON schema: {error.message}") from error
+        raise ValueError(f"{argument} is not a JSON schema: {error.message}") from error
     return _json_reward(validator_for(schema)(schema).is_valid)
 
 
@@ -167,9 +167,13 @@ def repetition_penalty(argument: str) -> Callable[..., float]:
 
 def soft_overlong(argument: str) -> Callable[..., float]:
     """DAPO's soft overlong punishment of responses near so many tokens, over the last so many."""
-    numbers = _whole("most tokens and those that are punished, as in 256,64", argument)
+    numbers = _whole(
+        "the maximum number of tokens and the penalized ones before it, as in 256,64", argument
+    )
     if len(numbers) != 2 or numbers[1] > numbers[0]:
-        raise ValueError("give most tokens and those that are punished, as in 256,64")
+        raise ValueError(
+            "give the maximum number of tokens and the penalized ones before it, as in 256,64"
+        )
     longest, cache = numbers
     return lambda response, token_ids: min(
         0.0, max(-1.0, (longest - cache - len(token_ids)) / cache)
@@ -183,7 +187,7 @@ def ifeval(argument: str) -> Callable[..., Any]:
     lm-evaluation-harness checks them strictly.
     """
     if argument not in ("", "all"):
-        raise ValueError(f"give nothing or all, as in builtin:ifeval=all, not {argument}")
+        raise ValueError(f"give no argument or all, as in builtin:ifeval=all, not {argument}")
     require_packages(
         "builtin:ifeval", "lm_eval", "langdetect", "immutabledict", "nltk", extra="evaluation"
     )

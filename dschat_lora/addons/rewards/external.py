@@ -79,7 +79,7 @@ class RemoteReward:
         try:
             answer = _post(self.url, asked, seconds=REMOTE_SECONDS)
         except (OSError, ValueError) as error:
-            raise RuntimeError(f"{self.url} gave no scores: {error}") from error
+            raise RuntimeError(f"{self.url} returned no scores: {error}") from error
         if not isinstance(answer, dict):
             raise RuntimeError(f"{self.url} returned a {type(answer).__name__}, and no JSON object")
         return answer
@@ -150,7 +150,7 @@ class Judge:
             said = error.read(500).decode(errors="replace")
             raise RuntimeError(f"the judge {self.url} answers {error.code}: {said}") from error
         except (OSError, ValueError) as error:
-            raise RuntimeError(f"the judge {self.url} cannot be asked: {error}") from error
+            raise RuntimeError(f"the judge {self.url} cannot be reached: {error}") from error
 
 
 def _shown(message: Mapping[str, Any]) -> str:
@@ -176,7 +176,7 @@ def make_judge_reward(argument: str) -> Judge:
         except OSError as error:
             raise ValueError(f"the rubric {path} cannot be read: {error.strerror}") from error
         if "{response}" not in rubric:
-            raise ValueError(f"the rubric {path} must have {{response}} where the answer stands")
+            raise ValueError(f"the rubric {path} must have {{response}} in place of the answer")
     url = urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
     return Judge(url, parse_qs(parts.query).get("model", [None])[0], rubric)
 
@@ -280,7 +280,7 @@ def _isolated() -> tuple[str, ...]:
         if done.returncode == 0:
             return command
     say_once(
-        "  note         builtin:python_tests: programs may use the network of this machine and "
-        "leave processes behind, as it allows no unshare"
+        "  note         builtin:python_tests: this machine does not allow unshare, so programs "
+        "can use its network and leave processes running"
     )
     return ()

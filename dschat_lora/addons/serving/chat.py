@@ -22,12 +22,12 @@ from dschat_lora.report.terminal import is_terminal, log_once, note, write_text
 
 COMMANDS = {
     "/help": "show this",
-    "/image FILE": "show a picture with what is asked next",
-    "/regenerate": "answer the last question anew",
+    "/image FILE": "attach a picture to the next message",
+    "/regenerate": "answer the last question again",
     "/reset": "forget the conversation",
-    "/save FILE": "write the conversation, one JSON line for each model, as step 1 reads it",
+    "/save FILE": "save the conversation as training data for step 1, one JSON line per model",
     "/set NAME VALUE": "change temperature, top_p, top_k, max_new_tokens, seed or system",
-    "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
+    "/quit": "quit, like Ctrl-D; Ctrl-C stops an answer",
 }
 _NUMBERS: dict[str, type[int] | type[float]] = {
     "temperature": float,
@@ -76,7 +76,7 @@ class ChatSession:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                log_once("\n(Ctrl-D or /quit ends)")
+                log_once("\n(quit with Ctrl-D or /quit)")
                 continue
             if line == "/quit":
                 return
@@ -116,7 +116,7 @@ class ChatSession:
         elif command == "/image":
             self.show_picture(rest.strip())
         else:
-            raise ValueError(f"{command} is no command; /help lists them")
+            raise ValueError(f"{command} is not a command; /help lists them")
 
     def set(self, name: str, value: str) -> None:
         """Change an option.
@@ -164,14 +164,14 @@ class ChatSession:
         """Take a picture along with what is asked next.
 
         Raises:
-            ValueError: if there is none in the file, or a model takes text alone.
+            ValueError: if there is none in the file, or a model takes text only.
         """
         if not file:
             raise ValueError("/image needs a file")
         part = {"type": "image", "image": str(Path(file).expanduser().absolute())}
         for each in self._conversations:
             if each.model.media is None:
-                raise ValueError(f"{each.model.name} takes text alone")
+                raise ValueError(f"{each.model.name} takes text only")
             read_messages([{"role": "user", "content": [part]}], each.model.media, Path())
         self._pictures.append(part)
 
@@ -226,7 +226,7 @@ class ChatSession:
                 self._show(each, pieces)
         except TooLongError as error:
             self._forget_question()
-            raise ValueError(f"{error}; /reset begins anew") from error
+            raise ValueError(f"{error}; /reset starts over") from error
         except ValueError:
             self._forget_question()
             raise
@@ -282,7 +282,7 @@ def run_chat(config: ChatConfig, read: Callable[[str], str] = input) -> None:
         {model.batch for model in served.values()}, max_batch_size=len(served), max_queue=0
     )
     decoder.start()
-    note(f"{', '.join(served)}: ask something; /help lists commands, Ctrl-D ends")
+    note(f"{', '.join(served)}: type a message; /help lists commands, Ctrl-D quits")
     try:
         prompt = "> " if is_terminal() else ""
         ChatSession([*served.values()], decoder, config, scorer).run(lambda: read(prompt))

@@ -34,8 +34,8 @@ def check_address(host: str, port: int, token: str | None, *, example: str) -> N
         require(bool(token) and visible, "token", "this", "visible ASCII, no spaces")
     if host not in LOCAL_HOSTS and token is None:
         raise ValueError(
-            f"--host {host} lets other machines in: give --token {example} too, which requests "
-            "must then carry"
+            f"--host {host} is reachable from other machines: also give --token {example}, which "
+            "requests must then send"
         )
 
 

@@ -165,7 +165,7 @@ class Service:
         """The reward model's score of the last one of messages; null where they are too long."""
         body = await read_json(request)
         if self.scorer is None:
-            raise ApiError(404, "there is no reward model; start the server with --reward")
+            raise ApiError(404, "there is not a reward model; start the server with --reward")
         fields, scorer = Fields(body), self.scorer
         messages = checked_messages(fields.take("messages", list, "a list of messages"))
         fields.finish()
@@ -217,7 +217,7 @@ def make_app(service: Service) -> Starlette:
 
 
 def _check_adapter(path: str) -> None:
-    """Refuse what is no adapter, and do not tell the client what lies there instead.
+    """Refuse what is not an adapter, and do not tell the client what lies there instead.
 
     Raises:
         ApiError: if it is none, or cannot be read.

@@ -31,9 +31,9 @@ def with_large_hub_data_streamed(config: Any) -> Any:
     if rows <= MOST_HUB_ROWS:
         return config
     say_once(
-        f"  note         {', '.join(each.entry for each in hub)}: {rows:,} rows are more than "
-        f"{MOST_HUB_ROWS:,}, so they are read while training, as by --streaming; --no-streaming "
-        "prepares them before"
+        f"  note         {', '.join(each.entry for each in hub)}: {rows:,} rows exceed "
+        f"{MOST_HUB_ROWS:,}, so they are read during training, as with --streaming; "
+        "--no-streaming prepares them first"
     )
     return streamed
 

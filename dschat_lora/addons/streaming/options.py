@@ -47,24 +47,21 @@ class StreamingOptions:
         for name in ("data_weights", "data_split"):
             if getattr(data, name):
                 raise ValueError(
-                    f"--{name} needs to know the number of rows, which --streaming does not; "
-                    "give --data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
+                    f"--{name} needs the number of rows, which is unknown with --streaming; give "
+                    "--data_path shares, as in a.jsonl:0.6 b/:0.4, or files of its own"
                 )
         if len(set(data.max_repeats)) > 1 and not data.is_mixture:
             raise ValueError(
-                f"--max_repeats {' '.join(map(str, data.max_repeats))}: --streaming reads "
+                f"--max_repeats {' '.join(map(str, data.max_repeats))}: --streaming treats "
                 "sources without shares as one; give one number"
             )
         optim, dpo = (getattr(config, name, None) for name in ("optim", "dpo"))
         if optim is not None and optim.num_train_epochs and not optim.max_steps:
-            raise ValueError(
-                "--streaming reads data whose length is not known before; give --max_steps, the "
-                "optimizer steps of the run"
-            )
+            raise ValueError("--streaming needs --max_steps, as the length of the data is unknown")
         if dpo is not None and dpo.has_reference and dpo.precompute_ref_log_probs:
             raise ValueError(
-                "--streaming reads rows while training: give --no-precompute_ref_log_probs too, "
-                "which computes the reference's log-probabilities then"
+                "--streaming reads rows during training: also give --no-precompute_ref_log_probs, "
+                "which computes the reference's log-probabilities during training"
             )
         return replace(config, data=replace(data, tail=self))
 

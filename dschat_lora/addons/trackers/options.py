@@ -43,7 +43,9 @@ class TrackerOptions:
 
     def __post_init__(self) -> None:
         if len(self.report_to) > 1 and "none" in self.report_to:
-            raise ValueError(f"--report_to {' '.join(self.report_to)}: none stands alone")
+            raise ValueError(
+                f"--report_to {' '.join(self.report_to)}: none cannot be combined with others"
+            )
 
     def check(self, config: "StageConfig") -> "StageConfig":
         """The config with DeepSpeed-Chat's spelling folded in; packages must be there.

@@ -104,8 +104,8 @@ class RunTracker:
             self._run = start(own, self.directory, dict(self.config))
         except Exception as error:
             raise ValueError(
-                f"--report_to {self.name} cannot begin a run: {' '.join(str(error).split())}"
-                + ("; WANDB_MODE=offline keeps it on the disk" if self.name == "wandb" else "")
+                f"--report_to {self.name} cannot start a run: {' '.join(str(error).split())}"
+                + ("; WANDB_MODE=offline logs to disk" if self.name == "wandb" else "")
             ) from error
         write_whole(path, json.dumps({**known, self.name: own}) + "\n")
         if identity is None:
@@ -130,7 +130,7 @@ class RunTracker:
             use(self._run)
         except Exception as error:  # noqa: BLE001 - whatever a tracker lacks, training goes on
             self._run = None
-            note(f"--report_to {self.name} failed and gets no more: {error!r}")
+            note(f"--report_to {self.name} failed and was turned off: {error!r}")
 
 
 def _start_wandb(identity: str, directory: Path, config: dict[str, Any]) -> NamedRun:

@@ -347,7 +347,7 @@ def load_state(parts: TrainerParts, directory: Path) -> int:
 
 def _read(parts: TrainerParts, directory: Path) -> str:
     if not (directory / "state.json").is_file():
-        raise ValueError(f"{directory} holds nothing that a Trainer has saved")
+        raise ValueError(f"{directory} contains nothing saved by a Trainer")
     verify(directory, kind="trainer")
     content = read_json(directory / "state.json")
     for what, theirs in content["identity"].items():

@@ -70,13 +70,11 @@ class Loss:
             if not isinstance(values, Tensor) or values.shape != (size,):
                 kind = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
                 raise ValueError(
-                    f"a loss of your own must return a ({size},) tensor, one value for each token "
-                    f"of the sequence, got {kind}"
+                    f"a custom loss must return a ({size},) tensor, one value per token of the "
+                    f"sequence, got {kind}"
                 )
             if not values.requires_grad:
-                raise ValueError(
-                    "a loss of your own must depend on the log-probabilities that it is given"
-                )
+                raise ValueError("a custom loss must depend on the given log-probabilities")
             losses.append((weights * torch.where(weights > 0, values, 0)).sum())
         return torch.stack(losses).sum()
 
@@ -91,8 +89,8 @@ def make_loss(loss: object, options: Mapping[str, Any]) -> Loss:
     if callable(loss):
         if options:
             raise TypeError(
-                f"{next(iter(options))} is no option of a loss of your own: give it to the "
-                "function, as by functools.partial"
+                f"{next(iter(options))} is not an option of a custom loss: bind it to the "
+                "function, for example with functools.partial"
             )
         return Loss(getattr(loss, "__name__", "loss"), ("weights",), None, loss)
     if isinstance(loss, Algorithm):
@@ -101,7 +99,7 @@ def make_loss(loss: object, options: Mapping[str, Any]) -> Loss:
     names = [*OPTIONS, *ALGORITHMS, *of_addons("algorithm")]
     if not isinstance(loss, str) or not (loss in names or ":" in loss):
         close = difflib.get_close_matches(str(loss), names, 1)
-        hint = f"did you mean {close[0]}?" if close else "see the documentation of each"
+        hint = f"did you mean {close[0]}?" if close else "see their documentation"
         raise ValueError(
             f"loss must be a function or one of {', '.join(names)}, got {loss!r}; {hint}"
         )

@@ -143,7 +143,7 @@ def _numbers(values: object, count: int, where: str) -> Tensor:
     numbers = torch.from_numpy(array.astype(np.float32))
     if not bool(numbers.isfinite().all()):
         bad = int((~numbers.isfinite()).nonzero()[0])
-        raise ValueError(f"{where}[{bad}] is {array[bad]}, which is no finite number")
+        raise ValueError(f"{where}[{bad}] is {array[bad]}, which is not a finite number")
     return numbers
 
 

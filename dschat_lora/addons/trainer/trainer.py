@@ -306,7 +306,7 @@ class Trainer:
         adapted, source = parts.adapted, parts.source
         if not (adapted.lora.lora_dim and adapted.lora.only_optimize_lora):
             raise ValueError(
-                "export_adapter writes an adapter, and every weight trains here: make the Trainer "
+                "export_adapter needs an adapter, but all weights are trained: create the Trainer "
                 "with lora_dim=16, and without only_optimize_lora=False"
             )
         stop_at(adapted.model, end_ids(parts.tokenizer))
@@ -357,16 +357,16 @@ class Trainer:
 
     def _open(self) -> TrainerParts:
         if self._parts is None:
-            raise ValueError("the Trainer is closed: make another one")
+            raise ValueError("the Trainer is closed: create a new one")
         if is_destroyed(self._parts.engine.deepspeed):
             raise ValueError(
-                "a run in this process has ended the process group of the Trainer: close() it "
-                "before a run, and make another one after it"
+                "a run in this process has destroyed the Trainer's process group: close() it "
+                "before a run, and create a new one afterwards"
             )
         if self._failed:
             raise ValueError(
-                "forward_backward has failed on this rank, and the others did not know: processes "
-                "are out of step, so make another Trainer"
+                "forward_backward has failed on this rank only, so processes are out of step: "
+                "create a new Trainer"
             )
         return self._parts
 
@@ -377,11 +377,11 @@ class Trainer:
         checked = self._sequences(sequences, chosen.reads, loss=f"loss {chosen.name!r}")
         if len(checked) % chosen.sequences_per_unit:
             raise ValueError(
-                f"loss {chosen.name!r} reads pairs, the chosen sequence before the rejected one, "
-                f"and {len(checked)} sequences are no pairs"
+                f"loss {chosen.name!r} needs pairs, the chosen sequence before the rejected one, "
+                f"but got {len(checked)} sequences"
             )
         if not checked and world_size() == 1:
-            raise ValueError("sequences is empty: there is nothing to learn from")
+            raise ValueError("sequences is empty: there is nothing to train on")
         return chosen, checked
 
     def _sequences(
@@ -475,6 +475,6 @@ def _total_weight(sequences: Sequence[TrainerSequence], loss: Loss) -> float:
         raise ValueError("sequences is empty on every rank: there is nothing to learn from")
     if total == 0:
         raise ValueError(
-            "no token counts: all weights are 0, but for those of first tokens, which never count"
+            "no token counts: all weights are 0, except those of first tokens, which never count"
         )
     return total

@@ -222,7 +222,7 @@ class EngineDecoder(Drawing):
         """
         drawn_rows = pending() if callable(pending) else pending
         if len(drawn_rows) != len(asked):
-            raise EngineError(f"{self._where} drew {len(drawn_rows)} of {len(asked)} responses")
+            raise EngineError(f"{self._where} returned {len(drawn_rows)} of {len(asked)} responses")
         turns = []
         for row, (tokens, logprobs) in zip(asked, drawn_rows, strict=True):
             own = [int(token) for token in tokens]
@@ -231,9 +231,9 @@ class EngineDecoder(Drawing):
                 known = [float(value) for value in logprobs]
             fault = self._fault(row, own, known)
             if logprobs is None and self._site.config.ppo.use_rollout_logprobs:
-                fault = "gave no log-probabilities: --use_rollout_logprobs needs them"
+                fault = "returned no log-probabilities: --use_rollout_logprobs needs them"
             if not own:
-                fault = fault or "drew a response without tokens"
+                fault = fault or "returned a response without tokens"
             if fault:
                 raise EngineError(f"{self._where} {fault}")
             stop = next((n for n, token in enumerate(own, 1) if token in row.ends), None)
@@ -246,9 +246,12 @@ class EngineDecoder(Drawing):
     def _fault(self, row: Asked, tokens: list[int], logprobs: list[float] | None) -> str:
         """What is wrong with a response; empty where nothing is."""
         if len(tokens) > row.limit:
-            return f"drew {len(tokens)} tokens where {row.limit} are the most"
+            return f"returned {len(tokens)} tokens, more than the limit of {row.limit}"
         if strange := [token for token in tokens if not 0 <= token < self._vocab_size]:
-            return f"drew the token {strange[0]}, and the actor has {self._vocab_size}"
+            return (
+                f"returned the token {strange[0]}, but the actor's vocabulary has "
+                f"{self._vocab_size}"
+            )
         if logprobs is None or (len(logprobs) == len(tokens) and are_logprobs(logprobs)):
             return ""
         return (

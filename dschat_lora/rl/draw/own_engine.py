@@ -135,8 +135,8 @@ class OwnEngine(Drawing):
         self._narrow(rows)
         if rows < before:
             self._say(
-                f"  note         a GPU was full with {before} responses decoded at a time: {rows} "
-                "are from here on, which changes none of them"
+                f"  note         a GPU ran out of memory with {before} responses decoded at a "
+                f"time; from here on it decodes {rows}, which does not change the results"
             )
 
     def _narrow(self, rows: int) -> None:

@@ -277,15 +277,15 @@ def advantages_and_returns(
         is_tensor = isinstance(estimated, Tensor)
         kind = tuple(estimated.shape) if is_tensor else type(estimated).__name__
         raise ValueError(
-            f"{where} must give a tensor of advantages, {tuple(mask.shape[:1])} of responses or "
-            f"{tuple(mask.shape)} of tokens, got {kind}"
+            f"{where} must return advantages of shape {tuple(mask.shape[:1])} (per response) or "
+            f"{tuple(mask.shape)} (per token), got {kind}"
         )
     if (returns is None) == config.rules.has_critic:
         needs = "returns as well, for its critic" if returns is None else "no returns without one"
-        raise ValueError(f"{where} must give {needs} (needs of an algorithm name values)")
+        raise ValueError(f'{where} must return {needs} (an algorithm with a critic needs "values")')
     advantages = advantages.detach().to(mask.device, rewards.dtype)
     if advantages.dim() == 1:
         advantages = to_tokens(advantages, mask)
     if is_users(config.algorithm) and not bool(advantages[mask].isfinite().all()):
-        raise ValueError(f"{where} gives advantages that are not finite")
+        raise ValueError(f"{where} returned advantages that are not finite")
     return AdvantagesAndReturns(advantages, returns)

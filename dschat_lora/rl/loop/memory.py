@@ -159,7 +159,7 @@ def rollout_words(config: RlhfConfig, plan: MemoryPlan | None, model: PreTrained
     cache = cache_bytes(config, model)
     beside = plan.decoding - cache
     return (
-        f"{words} (--max_num_seqs auto: {cache / GIB:.3g} GiB of keys and values fit beside "
+        f"{words} (--max_num_seqs auto: {cache / GIB:.3g} GiB of KV cache fit next to "
         f"{beside / GIB:.3g} GiB of weights and the like)"
     )
 

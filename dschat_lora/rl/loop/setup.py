@@ -166,7 +166,7 @@ def _read_data(
     text, name = None, config.pretraining.unsupervised_dataset_name
     if (data := text_data(config)) is not None:
         # Of text nothing is learnt about where answers end: it may be cut.
-        remedy = f"--unsupervised_dataset_name {name} holds no text to learn from"
+        remedy = f"--unsupervised_dataset_name {name} contains no text to train on"
         text = read(data, "pretraining text", remedy)
     return RlhfData(prompts, text, reference.answers(read))
 
@@ -197,10 +197,10 @@ def _memory_lines(setup: RlhfSetup) -> Iterator[str]:
         yield f"rollouts     {rollout_words(setup.config, costs.plan, roles.actor.model)}"
     if costs.unpacked is not None:
         size = f"{value_bytes(roles.rollout.parameters()) / GIB:.3g} GiB"
-        how = f"layer by layer; {size} for all would not fit"
+        how = f"layer by layer; all at once ({size}) would not fit"
         if costs.unpacked:
             how = f"once for each, into {size}"
-        yield f"note         rollouts: 4-bit weights are unpacked {how}"
+        yield f"note         rollouts: 4-bit weights are dequantised {how}"
 
 
 def _identity(setup: RlhfSetup) -> dict[str, Any]:

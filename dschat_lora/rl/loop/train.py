@@ -45,8 +45,9 @@ from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_war
 from dschat_lora.runtime.run import open_run
 
 NOTE = (
-    "the GPU had no room to train beside what decoding keeps: that was freed, which changes no "
-    "result, and is after every rollout from here on, as by --release_inference_cache"
+    "the GPU ran out of memory for training next to the KV cache, which was freed; from here on "
+    "it is freed after every rollout, as with --release_inference_cache, which does not change "
+    "results"
 )
 
 
@@ -107,8 +108,8 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     if progress.responses and not progress.step:
         raise ValueError(
             f"none of the {progress.responses:,} responses of {progress.iteration} iterations "
-            "counted: nothing was learnt, and no adapter was written; look at what the reward "
-            "function returns (None leaves a response out)"
+            "counted: nothing was trained, and no adapter was written; check what the reward "
+            "function returns (None excludes a response)"
         )
     finish(trainer, evaluator.before_and_after())
 
@@ -119,7 +120,9 @@ def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
 
     config, run = setup.config, setup.run
     _announce(config, schedule, run.log.say)
-    run.log.say("  time         as long as responses get: the first iteration tells")
+    run.log.say(
+        "  time         unknown until the first iteration, as it depends on the length of responses"
+    )
     say_sample(run, config.data.data, setup.tokenizer)
     say_options(run)
 

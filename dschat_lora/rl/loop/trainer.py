@@ -112,8 +112,8 @@ class RlhfTrainer:
                 progress.step,
                 "empty_batch",
                 f"none of the {len(responses)} responses of iteration {progress.iteration} "
-                "counts: no score came for any of them, no token could be drawn, or "
-                "--mask_truncated_completions left them out; nothing was learnt",
+                "counts: they have no score, no token could be sampled, or "
+                "--mask_truncated_completions excluded them; nothing was trained",
             )
             self.parts.check()
             return False

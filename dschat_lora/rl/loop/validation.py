@@ -73,7 +73,7 @@ def check_rewards(config: RlhfConfig, inputs: Inputs) -> None:
     if config.ppo.rules.learns_from_rewards and not (config.is_scored or config.players):
         raise ValueError(
             "--critic_model_name_or_path must name a reward model (the output of step 2), or "
-            "--reward_function a function that scores: nothing tells what a response is worth"
+            "--reward_function a function that scores responses: there is no reward"
         )
     rewards = config.rewards
     for name in rewards.reward_function:
@@ -95,8 +95,8 @@ def with_overlong_punishment(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
         rewards = replace(rewards, soft_overlong_tokens=int(share * longest))
     if rewards.soft_overlong_tokens > longest:
         raise ValueError(
-            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} is more than an answer may "
-            f"have: --max_answer_seq_len {longest}"
+            f"--soft_overlong_tokens {rewards.soft_overlong_tokens} exceeds --max_answer_seq_len "
+            f"{longest}"
         )
     return replace(config, rewards=rewards)
 
@@ -122,8 +122,8 @@ def check_context_parallel(config: RlhfConfig, inputs: Inputs) -> None:
     """Refuse to divide rows."""
     if config.parallel.context_parallel_size > 1:
         raise ValueError(
-            f"--context_parallel_size {config.parallel.context_parallel_size} divides the rows of "
-            "steps 1 and 2; step 3 takes them whole: leave it out"
+            f"--context_parallel_size {config.parallel.context_parallel_size} is for steps 1 and "
+            "2; step 3 needs whole rows: drop it"
         )
 
 
@@ -172,8 +172,8 @@ def with_whole_steps(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     if wanted > batch.responses:
         times = -(-wanted // batch.per_device_generation_batch_size)
         say_once(
-            f"  note         --generation_batches {times}: a step of {wanted * shares} "
-            "responses needs as many of one policy"
+            f"  note         --generation_batches {times}: an optimizer step uses "
+            f"{wanted * shares} responses of the same policy"
         )
         batch = replace(batch, generation_batches=times)
     if batch.max_num_seqs != "auto":  # no room for others is kept
@@ -195,13 +195,15 @@ def check_iterations(config: RlhfConfig, inputs: Inputs) -> None:
     tokens, longest = config.batch.tokens_per_device, config.data.max_seq_len
     if 0 < tokens < longest:
         raise ValueError(
-            f"--tokens_per_device {tokens} is less than a prompt and its answer may take; it must "
-            f"be {longest} or more (--max_prompt_seq_len {config.data.max_prompt_seq_len} + "
-            f"--max_answer_seq_len {config.data.max_answer_seq_len})"
+            f"--tokens_per_device {tokens} is less than the maximum length of a prompt and its "
+            f"answer; it must be at least {longest} (--max_prompt_seq_len "
+            f"{config.data.max_prompt_seq_len} + --max_answer_seq_len "
+            f"{config.data.max_answer_seq_len})"
         )
     if config.load.attn_implementation == "flex_attention":
         raise ValueError(
-            "--attn_implementation flex_attention does not decode: step 3 takes sdpa or eager"
+            "--attn_implementation flex_attention does not support decoding: use sdpa or eager in "
+            "step 3"
         )
 
 
@@ -211,7 +213,7 @@ def check_zero_stages(config: RlhfConfig, inputs: Inputs) -> None:
     if config.has_critic and (actor == 3) != (critic == 3) and shares_base(config, inputs.sources):
         raise ValueError(
             f"--actor_zero_stage {actor} and --critic_zero_stage {critic}: actor and critic share "
-            "the weights of one base, which are sharded for both (3) or for neither"
+            "one base, whose weights must be sharded for both (3) or for neither"
         )
 
 
@@ -220,8 +222,8 @@ def with_rollout_engine(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     batch, name, engine = config.batch, config.batch.rollout_engine, config.batch.engine
     if config.ppo.use_rollout_logprobs and not engine.exact:
         raise ValueError(
-            f"--use_rollout_logprobs is of --rollout_engine own; those of {name} are of other "
-            "kernels, for which there is --rollout_correction"
+            f"--use_rollout_logprobs needs --rollout_engine own; {name} uses other kernels, whose "
+            "difference --rollout_correction corrects"
         )
     weighs = config.ppo.rollout_correction is not None or config.ppo.importance_cap
     if not (engine.exact or weighs):
@@ -230,8 +232,8 @@ def with_rollout_engine(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     takes_whole = engine.needs_whole_weights or engine.takes_adapter
     if takes_whole and config.parallel.tensor_parallel_size > 1:
         raise ValueError(
-            f"--rollout_engine {name} is for models that are whole on a device, and "
-            f"--tensor_parallel_size is {config.parallel.tensor_parallel_size}: leave one out"
+            f"--rollout_engine {name} needs the whole model on each device, but "
+            f"--tensor_parallel_size is {config.parallel.tensor_parallel_size}: drop one"
         )
     if engine.needs_whole_weights and config.actor.zero_stage == 3:
         raise ValueError(
@@ -241,8 +243,8 @@ def with_rollout_engine(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     adapter_alone = config.actor.lora_dim > 0 and config.classic.only_optimize_lora
     if engine.takes_adapter and not adapter_alone:
         raise ValueError(
-            f"--rollout_engine {name} hands over the actor's adapter, and all weights train: "
-            "give --actor_lora_dim, without --no-only_optimize_lora"
+            f"--rollout_engine {name} sends the actor's adapter to the engine, but all weights "
+            "are trained: give --actor_lora_dim, without --no-only_optimize_lora"
         )
     engine.check(config, inputs)
     return config

@@ -196,16 +196,16 @@ def find_algorithm(name: str) -> Algorithm:
         known = [*ALGORITHMS, *of_addons("algorithm")]
         close = " or ".join(difflib.get_close_matches(name, known, 2))
         raise ValueError(
-            f"--algorithm must be one of {', '.join(known)}, or module:object of your own "
-            f"such as my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
+            f"--algorithm must be one of {', '.join(known)}, or your own module:object such as "
+            f"my_algorithms:mine, got {name!r}" + (close and f"; did you mean {close}?")
         )
     own = load_object("algorithm", name, "algorithm")
     if isinstance(own, Algorithm):
         return own
     if not callable(own):
         raise ValueError(
-            f"--algorithm {name} must be a function that gives advantages, or a "
-            f"dschat_lora.Algorithm, it is of type {type(own).__name__}"
+            f"--algorithm {name} must be a function that returns advantages, or a "
+            f"dschat_lora.Algorithm, not of type {type(own).__name__}"
         )
     return Algorithm(own)
 
@@ -368,26 +368,29 @@ class PpoConfig:
         bounds = (self.rollout_is, self.rollout_is_threshold, lower)
         if self.importance_cap and (self.rollout_correction or bounds != ("token", 2.0, 0.0)):
             raise ValueError(
-                f"--importance_cap {self.importance_cap:g} is --rollout_correction tis by token "
-                "with that threshold: give it alone, or --rollout_correction and --rollout_is_..."
+                f"--importance_cap {self.importance_cap:g} means --rollout_correction tis per "
+                "token with that threshold: give it alone, or --rollout_correction and "
+                "--rollout_is_..."
             )
         if self.dual_clip and "dual_clip" not in self.rules.reads:
             raise ValueError(
-                f"--dual_clip {self.dual_clip:g} is not of --algorithm {self.algorithm}, whose "
-                "loss has no such bound: leave it out"
+                f"--dual_clip {self.dual_clip:g} is not used by the loss of --algorithm "
+                f"{self.algorithm}: drop it"
             )
         if self.rules.by_reward and self.kl_in == "reward":
             raise ValueError(
-                f"--kl_in reward takes the divergence from the sum of rewards, which --algorithm "
-                f"{self.algorithm} does not read: leave it in the loss"
+                "--kl_in reward subtracts the KL penalty from the sum of rewards, which "
+                f"--algorithm {self.algorithm} does not use: apply it in the loss"
             )
         if self.dynamic_sampling and not self.rules.compares:
             raise ValueError(
                 f"--dynamic_sampling {self.dynamic_sampling} compares the responses to a prompt, "
-                f"--algorithm {self.algorithm} does not: leave it out, or use dapo"
+                f"but --algorithm {self.algorithm} does not: drop it, or use dapo"
             )
         if self.adaptive_kl_target and not self.kl_coef:
-            raise ValueError("--adaptive_kl_target scales --kl_coef, which is 0: give it a start")
+            raise ValueError(
+                "--adaptive_kl_target adapts --kl_coef, which is 0: set its initial value"
+            )
 
     @cached_property
     def rules(self) -> Algorithm:

@@ -129,7 +129,7 @@ class RolloutConfig:
         require_numbers(self, ">= 1e-06 (greedy: --no-do_sample)", "temperature")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         for name in ("stop_tokens", "stop_strings"):
-            require(all(getattr(self, name)), name, "", "texts that are not empty")
+            require(all(getattr(self, name)), name, "", "non-empty strings")
         require_numbers(self, "in [0, 1]", "refill_share")
         check_engine(self.rollout_engine)
         if self.num_generations is None:
@@ -137,8 +137,9 @@ class RolloutConfig:
         at_a_time = self.per_device_generation_batch_size
         if self.num_generations > at_a_time:
             raise ValueError(
-                f"--num_generations {self.num_generations} responses to a prompt are generated at "
-                f"a time: --per_device_generation_batch_size {at_a_time} must be as many"
+                f"--num_generations {self.num_generations} responses to a prompt are generated "
+                f"together: --per_device_generation_batch_size {at_a_time} must be at least as "
+                "large"
             )
         if self.responses % self.num_generations:
             raise ValueError(
@@ -188,9 +189,11 @@ def check_weights(weights: Sequence[float], count: int, *, has_model: bool = Tru
         f"{counted(count, 'function')} of --reward_function"
     )
     if len(weights) != count + 1:
-        raise ValueError(f"{counts}: give one for each, and last one for the reward model, if any")
+        raise ValueError(
+            f"{counts}: give one for each, and a last one for the reward model, if any"
+        )
     if not has_model:
-        raise ValueError(f"{counts}, and there is no reward model for the last one")
+        raise ValueError(f"{counts}, but there is not a reward model for the last one")
 
 
 @dataclass(frozen=True)
@@ -317,7 +320,7 @@ class RlhfConfig(StageConfig):
         require_numbers(self, ">= 0", "eval_prompts")
         playing = [name for own in self.players for name in own.plays]
         if len(playing) > 1:
-            raise ValueError(f"--{playing[0]} and --{playing[1]} both play episodes: give one")
+            raise ValueError(f"--{playing[0]} and --{playing[1]} both run episodes: give one")
         if self.eval_prompts == 0 and "eval_ratio" not in self.given:
             object.__setattr__(self, "data", replace(self.data, eval_ratio=0.0))
         if self.batch.num_generations is None:
@@ -329,8 +332,8 @@ class RlhfConfig(StageConfig):
             cap, correction = self.ppo.importance_cap, self.ppo.rollout_correction
             given = f"--importance_cap {cap:g}" if cap else f"--rollout_correction {correction}"
             raise ValueError(
-                f"{given} weighs by the probability that a token was drawn with, and "
-                "--no-do_sample draws none: leave one of them out"
+                f"{given} needs the sampling probabilities of tokens, but --no-do_sample is "
+                "greedy: drop one of them"
             )
 
     @property
@@ -385,8 +388,8 @@ class RlhfConfig(StageConfig):
         if typed:
             raise ValueError(
                 f"--max_prompt_seq_len {data.max_prompt_seq_len} and --max_answer_seq_len "
-                f"{data.max_answer_seq_len} need {data.max_seq_len} positions, the models have "
-                f"{limit}"
+                f"{data.max_answer_seq_len} need {data.max_seq_len} positions, but the models "
+                f"have {limit}"
             )
         half = limit // 2
         data = replace(data, max_prompt_seq_len=limit - half, max_answer_seq_len=half)

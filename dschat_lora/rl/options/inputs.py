@@ -52,11 +52,11 @@ def other_tokenizer(config: RlhfConfig, role: str) -> str:
     """What is wrong with a reward model or reference of another tokenizer than the actor's."""
     name, remedy = config.critic.model_name_or_path, "train it on a base of that family"
     if config.reference is not None and role == config.reference.role:
-        name, remedy = config.reference.model_name, "take one of the actor's family"
+        name, remedy = config.reference.model_name, "choose one of the actor's family"
     return (
         f"--{role}_model_name_or_path {name} has another tokenizer than "
-        f"--actor_model_name_or_path {config.actor.model_name_or_path or '(bundled)'}: it "
-        f"would read other tokens than the actor wrote; {remedy}"
+        f"--actor_model_name_or_path {config.actor.model_name_or_path or '(bundled)'}: it would "
+        f"read different tokens than the actor wrote; {remedy}"
     )
 
 
@@ -99,7 +99,7 @@ def announce(config: RlhfConfig, inputs: Inputs) -> None:
     source = "reward"
     if (own := config.reference) is not None:
         reference = inputs.sources.by_role.get(own.role)
-        known = "the actor as it was" if reference is None else model_name(reference)
+        known = "the initial actor" if reference is None else model_name(reference)
         source, by = own.role, [own.model_name or known if own.is_served else known]
     bundled = config.data.data_path != inputs.asked
     data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
@@ -116,12 +116,12 @@ def note_options(config: RlhfConfig, inputs: Inputs) -> None:
     note_without_effect(config)
     if (config.ppo.kl_in, config.ppo.kl_estimator) == ("loss", "k1") and config.ppo.kl_coef:
         say_once(
-            "  note         --kl_estimator k1 in the loss holds the actor nowhere, as its gradient "
-            "is 0 on average: use k2 or k3, or --kl_in reward"
+            "  note         --kl_estimator k1 in the loss does not constrain the actor, as its "
+            "gradient is 0 on average: use k2 or k3, or --kl_in reward"
         )
     batch = config.batch
     if batch.do_sample and not batch.draws_from_policy and config.ppo.correction is None:
         say_once(
-            "  note         --top_p and --top_k draw from another distribution than the one that "
-            "learns: --importance_cap 2 weighs tokens for the difference"
+            "  note         --top_p and --top_k sample from a different distribution than the "
+            "trained one: --importance_cap 2 corrects this with importance weights"
         )

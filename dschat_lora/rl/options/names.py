@@ -77,7 +77,7 @@ def check_name(option: str, name: str) -> None:
     allowed = ", ".join([*names, "module:function such as my_rewards:is_right"])
     usable = bool(addon_name(option, name)) or is_in_module(name)
     if "http://" in of_addons(option):
-        allowed += ", or the address of a server that scores"
+        allowed += ", or the address of a reward server"
     require(usable, option, name, allowed)
 
 
@@ -112,5 +112,5 @@ def made(option: str, name: str, own: object) -> object:
         return own()
     except TypeError as error:
         raise ValueError(
-            f"--{option} {name} is called without arguments: {error}; name an object instead"
+            f"--{option} {name} is called without arguments: {error}; give an object instead"
         ) from error

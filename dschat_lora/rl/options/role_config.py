@@ -41,7 +41,7 @@ def _base_rate_note(value: Callable[[str], Any]) -> str:
     rate, own, role = map(value, ("learning_rate", "lora_learning_rate", "role"))
     if not (value("lora_dim") and value("only_optimize_lora")) or rate in ("auto", own):
         return ""
-    why = f": the adapter alone trains, at --{role}_lora_learning_rate {own:g}"
+    why = f": only the adapter is trained, at --{role}_lora_learning_rate {own:g}"
     return no_effect(f"{role}_learning_rate", why)
 
 
@@ -101,8 +101,8 @@ class RoleConfig:
             return None
         return (
             f"--{name} {self.lora_learning_rate:g}, the default, was chosen on small models; with "
-            f"{parameters / 1e9:.1f} billion parameters start at 1e-4 or below, and raise it as "
-            "long as kl rises slowly"
+            f"{parameters / 1e9:.1f} billion parameters start at 1e-4 or below, and raise it "
+            "while kl rises slowly"
         )
 
     def as_role(

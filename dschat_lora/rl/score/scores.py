@@ -188,8 +188,8 @@ class RewardFunction(UserFunction):
             prompt = shortened(self.tokenizer.decode(response.prompt))
             raise ValueError(
                 f"--{self.option} {self.name} returned {reprlib.repr(value)} for the prompt "
-                f"{prompt!r}; scores are finite numbers, or None for a response that is not to "
-                "count (they are kept in fp32, which ends at 3.4e38)"
+                f"{prompt!r}; scores are finite numbers, or None to exclude a response (they are "
+                "stored in fp32, up to 3.4e38)"
             )
         return number
 
@@ -315,7 +315,8 @@ class RewardSum(Scorer):
             )
             raise ScoreError from ValueError(
                 f"{who} gives {value} for {shortened(self.decode(response.tokens))!r} after the "
-                f"prompt {shortened(self.decode(response.prompt))!r}; a score is a finite number"
+                f"prompt {shortened(self.decode(response.prompt))!r}; a score must be a finite "
+                "number"
             )
         return Scores(
             total,
@@ -361,7 +362,7 @@ def load_scoring(
         return Scoring(scorer, judge)
     if config.reference is not None:
         return Scoring(cast(Scorer, config.reference.scorer()), judge)
-    raise ValueError("nothing gives a reward: give --reward_function or a reward model")
+    raise ValueError("there is no reward: give --reward_function or a reward model")
 
 
 def load_scorer(
@@ -413,9 +414,9 @@ def load_function(option: str, name: str, tokenizer: Tokenizer, **calls: Any) ->
     )
     names = scorer.names
     if not all(isinstance(each, str) and each for each in names) or len({*names}) < len(names):
-        raise ValueError(f"--{option} {name} has the names {names}: give texts that differ")
+        raise ValueError(f"--{option} {name} has the names {names}: the names must differ")
     if len(names) > 1 and option == "judge_function":
-        raise ValueError(f"--{option} {name} gives {len(names)} rewards; a judge gives one")
+        raise ValueError(f"--{option} {name} gives {len(names)} rewards; a judge must return one")
     return scorer
 
 

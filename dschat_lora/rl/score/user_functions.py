@@ -102,7 +102,7 @@ class RewardLog:
         if len(values) != len(responses):
             raise ValueError(
                 f"log_extra({column!r}, ...) got {len(values)} values for {len(responses)} "
-                "responses; give a list of one for each"
+                "responses; give one value for each"
             )
         for response, value in zip(responses, values, strict=True):
             self.columns.append((str(column), id(response), value))
@@ -180,9 +180,9 @@ class UserFunction:
             )
         if lacking:
             raise ValueError(
-                f"--{self.option} {self.name} asks for {', '.join(lacking)}; it may take prompts, "
-                "responses (or completions), messages, ended, rows, token_ids, trainer_state, "
-                "log_extra, log_metric, and the columns of the data: "
+                f"--{self.option} {self.name} requires {', '.join(lacking)}; available are "
+                "prompts, responses (or completions), messages, ended, rows, token_ids, "
+                "trainer_state, log_extra, log_metric, and the columns of the data: "
                 f"{', '.join(sorted(columns)) or 'there are none'}"
             )
 
@@ -220,7 +220,7 @@ class UserFunction:
                 break
             if tries_left:
                 some = f" for {len(parts) - len(done)} of {len(parts)} responses"
-                note(f"{where} failed{some if single else ''} and is tried again: {failure!r}")
+                note(f"{where} failed{some if single else ''} and is retried: {failure!r}")
             elif isinstance(failure, ValueError | OSError):
                 # It would pass for a wrong option or a full disk, and be shown without its place.
                 raise RuntimeError(f"{where} failed") from failure

@@ -205,13 +205,13 @@ def check_sampler(metrics: Mapping[str, Any], dtype: str, rollouts: RolloutConfi
     # An older adapter is another policy.
     if not engine.in_process and error > ENGINE_LIMIT and not metrics.get("rollout_version_lag"):
         raise ValueError(
-            f"--rollout_engine {rollouts.rollout_engine} draws from another model: its "
+            f"--rollout_engine {rollouts.rollout_engine} samples from a different model: its "
             f"log-probabilities are {error:.2g} nats per token from the actor's (more than "
-            f"{ENGINE_LIMIT:g}); does it serve the actor's base, in like types?"
+            f"{ENGINE_LIMIT:g}); does it serve the actor's base, with the same dtypes?"
         )
     if engine.in_process and error > limit:
         raise ValueError(
-            f"the decode loop's log-probabilities are {error:.2g} nats per token from those that "
-            f"are trained on, which no rounding in {dtype} explains (more than {limit:g}): this "
-            "model is decoded or trained wrongly here, and the run stops"
+            f"the decode loop's log-probabilities are {error:.2g} nats per token from those used "
+            f"in training, which rounding in {dtype} does not explain (more than {limit:g}): this "
+            "model is not decoded or trained correctly, so the run stops"
         )

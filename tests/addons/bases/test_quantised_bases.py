@@ -223,7 +223,8 @@ def test_other_quantisations_are_refused_in_one_line(fields, kind, model_directo
     config = json.loads((load_config(model_directory("opt"), ModelConfig())).to_json_string())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
     with pytest.raises(
-        ValueError, match=rf"is quantised \({kind}\), which cannot be trained on: bitsandbytes' nf4"
+        ValueError,
+        match=rf"is quantised \({kind}\), which is not supported for training: bitsandbytes' nf4",
     ) as told:
         load_config(str(tmp_path), ModelConfig())
     assert "\n" not in str(told.value)

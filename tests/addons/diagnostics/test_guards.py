@@ -25,7 +25,7 @@ def test_a_guard_stops_a_run_at_a_checkpoint_from_which_it_goes_on(tmp_path, cap
     assert run.record["status"] == f"stopped by --guard stop at step {warned['step']}"
     said = " ".join(capsys.readouterr().out.split())
     assert "is above --kl_budget 0.001" in said
-    assert f"stopped by --guard stop after step {warned['step']}; go on with: " in said
+    assert f"stopped by --guard stop after step {warned['step']}; resume with: " in said
     assert numbers(run) == numbers(whole)[: len(run.metrics)]
     assert not (tmp_path / "out" / "actor").exists()
     rest = dl.rlhf(data=ROWS, **OPTIONS, guard="warn", resume="latest", **home)

@@ -33,7 +33,10 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             ["--rollout_engine", f"{NOBODY},ftp://a"],
             "--rollout_engine must be own, .*, got .*,ftp://a",
         ),
-        (["--rollout_engine", NOBODY], "hands over the actor's adapter, and all weights train"),
+        (
+            ["--rollout_engine", NOBODY],
+            "sends the actor's adapter to the engine, but all",
+        ),
         (
             ["--rollout_engine", NOBODY, "--actor_lora_dim", "4"],
             f"--rollout_engine {NOBODY} cannot be reached: .*refused; start `vllm serve",
@@ -56,7 +59,7 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         ),
         (
             [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "no-such-vllm serve"],
-            "--vllm_command begins with no-such-vllm, which is no program on .*: install vLLM",
+            "--vllm_command starts with no-such-vllm, which is not a program on .*: install vLLM",
         ),
         (
             [*VLLM, "--actor_lora_dim", "4", "--vllm_command", "' x"],
@@ -70,7 +73,10 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
             [*VLLM, "--actor_lora_dim", "4", "--rollouts_ahead", "1", "--no-do_sample"],
             "--rollouts_ahead 1 .*, but --no-do_sample turns that off",
         ),
-        (VLLM, "--rollout_engine vllm hands over the actor's adapter, and all weights train"),
+        (
+            VLLM,
+            "--rollout_engine vllm sends the actor's adapter to the engine, but all",
+        ),
         (
             [*VLLM, "--vllm_gpu_memory_utilization", "1"],
             "--vllm_gpu_memory_utilization must be between 0 and 1, got 1",
@@ -79,7 +85,7 @@ GRPO = ["--algorithm", "grpo", "--num_generations", "2"]
         (["--rollouts_ahead", "17"], r"--rollouts_ahead must be in \[0, 16\], got 17"),
         (
             ["--use_rollout_logprobs", *VLLM],
-            "--use_rollout_logprobs is of --rollout_engine own; those of vllm are of other",
+            "--use_rollout_logprobs needs --rollout_engine own; vllm uses other",
         ),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_checkpoint_saved_while_merged_is_not_counted_twice(full, trained, ext
     merge_in(full)
     out, (note,) = extracted()
     assert_same(weights(out), weights(trained / "adapter"))
-    assert "was saved while merged: 4 weights hold the update already" in note
+    assert "was saved while merged: 4 weights already contain the update" in note
     assert "or saved while merged with another --lora_alpha" in extracted(lora_alpha=8)[1][-1]
 
 
@@ -130,14 +130,14 @@ def test_what_cannot_be_extracted_is_refused(trained, encoder, tmp_path):
     base = str(encoder("roberta"))
     checkpoint = trained / "checkpoint-6"
     for path, more, message in (
-        (encoder("roberta"), {}, "holds no LoRA factor"),
+        (encoder("roberta"), {}, "contains no LoRA factor"),
         (tmp_path, {}, "holds no model.safetensors"),
-        (tmp_path / "none.bin", {}, "is no file"),
+        (tmp_path / "none.bin", {}, "is not a file"),
         (checkpoint, {"lora_alpha": None}, "give --lora_alpha"),
         (checkpoint, {"output_dir": trained}, "is not empty"),
         (checkpoint, {"output_dir": trained / "adapter"}, "only an adapter in .*checkpoint-6/adap"),
         (checkpoint, {"base": "./nothere"}, "--base ./nothere is no model"),
-        (checkpoint, {"base": str(trained)}, "is no model: give a hub name or a directory"),
+        (checkpoint, {"base": str(trained)}, "is not a model: give a hub name or a directory"),
         (checkpoint, {"base": str(encoder("deberta-v2"))}, "is a deberta-v2 model without the l"),
     ):
         options = {"base": base, "lora_alpha": 16, "say": lambda text: None} | more

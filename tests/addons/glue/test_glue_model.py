@@ -154,7 +154,7 @@ def test_a_file_of_another_run_is_taken_or_refused_by_what_it_holds(encoder, tmp
             torch.testing.assert_close(tensor.detach(), theirs[name.removeprefix("roberta.")])
     assert told[0].endswith("starts anew; dropped classifier, which has other parts there")
     theirs["encoder.layer.0.attention.self.query.bias"] = torch.zeros(32)
-    with pytest.raises(ValueError, match="query.bias, which the model has no place for"):
+    with pytest.raises(ValueError, match="query.bias, which the model does not have"):
         start()
 
 

@@ -175,7 +175,7 @@ def test_a_run_that_is_told_to_stop_saves_its_state(glue_run, monkeypatch, tmp_p
     with pytest.raises(SystemExit) as ended:
         glue_run(out, "rte", *LORA, "--max_steps", "9", "--save_strategy", "epoch")
     assert ended.value.code == 128 + signal.SIGTERM
-    words = f"go on with: --output_dir {out} --resume_from_checkpoint latest"
+    words = f"resume with: --output_dir {out} --resume_from_checkpoint latest"
     assert f"stopped by SIGTERM after step 2; {words}\n" in capsys.readouterr().out
     record = json.loads((out / "run.json").read_text("utf-8"))
     assert record["status"] == "interrupted by SIGTERM at step 2"
@@ -314,7 +314,7 @@ def test_full_fine_tuning_leaves_a_model_and_no_trainer(glue_run, monkeypatch, t
         (["--lora_r", "4"], "trained with --lora_r 8 --lora_alpha 16; this run has --lora_r 4"),
         (["--lora_alpha", "8"], "this run has --lora_r 8 --lora_alpha 8"),
         (["--target_modules", "query", "key", "value"], "lacks roberta.encoder.layer.0.attention"),
-        (["--target_modules", "query"], "which the model has no place for"),
+        (["--target_modules", "query"], "which the model does not have"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

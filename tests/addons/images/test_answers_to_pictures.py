@@ -271,12 +271,15 @@ def bomb():
     [
         (image_url("/etc/hostname"), "must be a data URI; files are not read here"),
         (image_url("file:///etc/hostname"), "must be a data URI; files are not read here"),
-        (image_url("http://127.0.0.1:1/a.png"), "--allow_image_urls fetches such"),
+        (image_url("http://127.0.0.1:1/a.png"), "--allow_image_urls downloads it"),
         (image_url(encoded(b"no picture")), "it is none of PNG"),
         (image_url(data_uri(A)[:200]), "picture"),
         (image_url(bomb()), "50,000,000 are allowed"),
         (image_url(None), "picture"),
-        (asked("x") * 3 + as_sent(asked(*[drawn(2, 2)] * 65)), "65 pictures are more than 64"),
+        (
+            asked("x") * 3 + as_sent(asked(*[drawn(2, 2)] * 65)),
+            "65 pictures exceed the limit of 64",
+        ),
         (as_sent(asked(A, "<start_of_image>")), "spelt"),
         (as_sent(asked(A, "<image>")), "<image>"),
         ([{"role": "user", "content": "x", "images": [data_uri(A)]}], "'images' is none of its"),

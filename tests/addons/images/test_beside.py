@@ -46,7 +46,7 @@ def test_an_adapter_of_the_vision_tower_is_loaded_with_it_and_trained_by_no_text
     assert torch.equal(ours.lora_B, theirs.lora_B["default"].weight)
     assert_same_sums(logits(adapted.model), logits(whole))
     with pytest.raises(
-        ValueError, match=r"factors of model\.vision_tower\.\S*q_proj, which rows of text alone"
+        ValueError, match=r"factors of model\.vision_tower\.\S*q_proj, which text-only rows"
     ):
         attach_media(adapted, None)
 

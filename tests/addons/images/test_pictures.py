@@ -122,7 +122,10 @@ BAD = {
     "one byte": (b"\x89", f"{NONE} b'\\x89'"),
     "nothing": (b"", f"{NONE} b''"),
     "zeros": (bytes(1000), NONE),
-    "svg": (b"<?xml version='1.0'?>\n<SVG xmlns=''>", "it is SVG, which has no pixels; make it a"),
+    "svg": (
+        b"<?xml version='1.0'?>\n<SVG xmlns=''>",
+        "it is SVG, which is not supported; convert it to",
+    ),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid", "it is a pointer of Git LFS; `git"),
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", NONE),
     "pdf": (b"%PDF-1.7\n", f"{NONE} b'%PDF-1.7\\n'"),
@@ -227,7 +230,7 @@ def test_a_file_that_goes_or_changes_after_it_was_found_is_one_line(tmp_path, mo
     for change, reason in [
         (lambda: path.write_bytes(b""), "it is empty"),
         (path.unlink, "No such file or directory"),
-        (path.mkdir, "it is no file"),
+        (path.mkdir, "it is not a file"),
     ]:
         change()
         with pytest.raises(ValueError) as error:  # noqa: PT011

@@ -250,10 +250,10 @@ def test_a_layer_that_is_read_without_being_called_or_has_no_parent_is_refused()
         (
             "haeds",
             {},
-            r"part_module_name 'haeds' is in .* no linear layer; their names are as 'heads\.wide' "
+            r"part_module_name 'haeds' matches no linear layer; their names are like 'heads\.wide' "
             "and end in: narrow, wide",
         ),
-        ("features", {}, "part_module_name 'features' is in the name of no linear"),
+        ("features", {}, "part_module_name 'features' matches no linear"),
         ("wide", {"lora_dim": -1}, "lora_dim must be a whole number from 0 on, got -1"),
         ("wide", {"lora_dim": 2.5}, "lora_dim must be a whole number from 0 on, got 2.5"),
         ("wide", {"lora_scaling": 0}, "lora_scaling must be above 0, got 0"),

@@ -161,7 +161,7 @@ def test_the_public_roberta_file_fits_with_nothing_unexpected(tmp_path):
     sizes = {name: p.numel() for name, p in adapter_parameters(model).items()}
     assert sum(n for name, n in sizes.items() if "lora_" in name) == 294_912
     assert sum(n for name, n in sizes.items() if "lora_" not in name) == 592_899
-    with pytest.raises(ValueError, match=r"roberta_base_lora_mnli.bin does not say its scaling"):
+    with pytest.raises(ValueError, match=r"roberta_base_lora_mnli.bin does not record its scaling"):
         lora_config_of_file(file)
     apply_lora(other, config, seed=0)
     with pytest.raises(ValueError, match=r"classifier.out_proj.weight is \(3, 768\), the model ha"):
@@ -215,12 +215,12 @@ def test_names_with_and_without_their_prefix_fit(rename, tmp_path):
 
 def test_lora_tensors_are_nothing_without_their_base(tmp_path):
     file = read_lora_only(write(tmp_path / "lora.safetensors", trained()))
-    with pytest.raises(ValueError, match="LoRA tensors alone: load its base and let apply_lora"):
+    with pytest.raises(ValueError, match="LoRA tensors: load its base and call apply_lora"):
         load_lora_only(tiny_model("gpt2"), file)
     with torch.device("meta"):
         empty = GPT2LMHeadModel(tiny_model("gpt2").config)
     apply_lora(empty, PACKED, seed=0)
-    message = "and transformer.wte.weight of the model has no value: load the base before them"
+    message = "and transformer.wte.weight of the model has no value: load the base first"
     with pytest.raises(ValueError, match=message):
         load_lora_only(empty, file)
 
@@ -233,7 +233,7 @@ C_ATTN = "transformer.h.0.attn.c_attn"
     [
         (
             lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1)}),
-            "holds transformer.h.0.attn.bias, which the model has no place for",
+            "holds transformer.h.0.attn.bias, which the model does not have",
         ),
         (
             lambda t: [t.pop(name) for name in list(t) if name.startswith("transformer.h.1")],
@@ -243,7 +243,7 @@ C_ATTN = "transformer.h.0.attn.c_attn"
             lambda t: t.update({f"{C_ATTN}.lora_A": torch.ones(4, 31)}),
             f"x.pt: {C_ATTN}.lora_A is (4, 31), the model has (4, 32)",
         ),
-        (lambda t: t.pop(f"{C_ATTN}.lora_B"), f"{C_ATTN}.lora_A stands without its partner"),
+        (lambda t: t.pop(f"{C_ATTN}.lora_B"), f"{C_ATTN}.lora_A lacks its counterpart"),
         (
             lambda t: t.update({f"{C_ATTN}.lora_A": torch.ones(3, 32)}),
             f"the factors of {C_ATTN} are (3, 32) and (64, 2); they must be (r, in) and (out, r)",
@@ -257,7 +257,7 @@ C_ATTN = "transformer.h.0.attn.c_attn"
             f"{C_ATTN}.lora_B holds values that are not finite",
         ),
         (lambda t: t.clear(), "x.pt holds no LoRA factor"),
-        (lambda t: t.update(step=4), "x.pt is no state dict: 'step' is no tensor"),
+        (lambda t: t.update(step=4), "x.pt is not a state dict: 'step' is not a tensor"),
     ],
     ids=["surplus", "missing", "shape", "alone", "ranks", "several", "nan", "empty", "number"],
 )
@@ -291,7 +291,7 @@ def test_damaged_files_and_code_in_files_are_one_line(tmp_path, capsys):
         ),
         "text.safetensors": "is damaged",
         "tensor.pt": "holds a Tensor, not a state dict",
-        "absent.pt": "is no file; a LoRA-only file is a .safetensors, .pt or .bin",
+        "absent.pt": "is not a file; a LoRA-only file is a .safetensors, .pt or .bin",
     }.items():
         with pytest.raises(ValueError, match=message) as caught:
             read_lora_only(tmp_path / name)

@@ -194,5 +194,7 @@ def test_beam_search_does_not_go_on_where_no_token_has_a_probability(bad):
     fine = [0.0, 1.0, -torch.inf]
     rows = torch.tensor([[1, 0], [1, 2]])
     assert rules(rows, torch.tensor([fine, fine])).exp().sum(-1).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="token 2 of a text has no probability, as the model"):
+    with pytest.raises(
+        ValueError, match="token 2 of a text has no finite probability, because the model"
+    ):
         rules(rows, torch.tensor([fine, bad]))

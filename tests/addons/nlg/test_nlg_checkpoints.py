@@ -96,9 +96,9 @@ def test_factors_alone_go_on_the_named_base(home, adapted):
     ("options", "message"),
     [
         (["--lora_dim", "8", "--lora_alpha", "32"], "is 8, but .* holds factors of rank 4"),
-        ([], "does not say its scaling; give --lora_alpha"),
+        ([], "does not record its scaling; give --lora_alpha"),
         (["--lora_alpha", "32", "--enable_lora", "q"], "holds factors for 2 part"),
-        (["--lora_alpha", "32", "--lora_path", "x"], "goes on a base without factors, not with"),
+        (["--lora_alpha", "32", "--lora_path", "x"], "needs a base without LoRA weights, not"),
     ],
 )
 def test_options_that_do_not_fit_a_checkpoint_are_named(home, adapted, options, message):
@@ -120,7 +120,7 @@ def test_options_that_do_not_fit_a_checkpoint_are_named(home, adapted, options, 
         ),
         (
             lambda state: state.update({"module.transformer.more.weight": torch.zeros(1)}),
-            "holds transformer.more.weight, which the model has no place for",
+            "holds transformer.more.weight, which the model does not have",
         ),
     ],
 )

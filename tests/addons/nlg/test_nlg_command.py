@@ -192,4 +192,4 @@ def test_factors_without_a_base_are_refused(trained, launcher, home):
     argv = ["decode", "--data_path", "held.txt", "--lora_path", file]
     running = launcher.start(argv, home, script=SCRIPT)
     assert running.wait() == [2]
-    assert f"--lora_path {file} holds LoRA factors alone; name their base" in running.output(0)
+    assert f"--lora_path {file} contains only LoRA weights; give their base" in running.output(0)

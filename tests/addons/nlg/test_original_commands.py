@@ -146,7 +146,7 @@ def test_lora_dim_0_on_a_recipe_trains_every_weight(here, monkeypatch, capsys):
 def test_several_seeds_are_not_gone_on_with(here, capsys):
     with pytest.raises(SystemExit):
         run_nlg("--seeds 2 --resume_from_checkpoint auto".split())
-    assert "--seeds trains anew; go on with one of its runs" in capsys.readouterr().err
+    assert "--seeds starts new runs; resume one of its runs" in capsys.readouterr().err
 
 
 def gpt2_vocabulary(directory):

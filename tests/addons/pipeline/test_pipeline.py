@@ -269,7 +269,7 @@ def test_stages_run_in_order_and_a_second_run_skips_them(run):
 
     code, said, commands = run()
     assert (code, commands) == (0, [])
-    assert "stage rlhf: finished, and skipped" in said
+    assert "stage rlhf: finished, skipped" in said
     assert "sft     1.5 min    loss       2      1" in said
 
 
@@ -278,8 +278,8 @@ def test_stage_that_fails_ends_the_pipeline_and_goes_on_the_next_time(run):
     assert code == 7
     assert len(commands) == 2
     assert said.splitlines()[-1] == (
-        "error: the stage reward ended with exit code 7, and its last lines say why; when that is "
-        "put right, go on with: dschat-lora pipeline run.yaml"
+        "error: the stage reward ended with exit code 7 (see its last lines); after fixing the "
+        "cause, resume resume with: dschat-lora pipeline run.yaml"
     )
     assert status_of("reward") == "ended with exit code 7: failed"
 
@@ -303,7 +303,7 @@ def test_finished_stage_with_other_options_is_refused_until_it_is_asked_for_agai
     assert (code, commands) == (2, [])
     assert said == (
         "error: run.yaml: stage reward is finished, with other options: --seed was the default, "
-        "now 3; put them back, or use --from reward to do it and all later stages again\n"
+        "now 3; restore them, or use --from reward to run it and all later stages again\n"
     )
     code, said, commands = run(text=other, redo_from="reward")
     assert code == 0
@@ -331,7 +331,7 @@ def test_unfinished_stage_may_change_options_but_not_lose_any(run, monkeypatch):
     assert run("failed:1", text)[0] == 1
     code, said, commands = run(text="stages: {sft: {logging_steps: 2}}")
     assert (code, commands) == (2, [])
-    assert "stage sft was begun with --lora_dim 8, which is given no more; state what" in said
+    assert "stage sft was begun with --lora_dim 8, which is no longer given; set it," in said
     assert run(text=text)[0] == 0
 
 
@@ -341,14 +341,14 @@ def test_stage_that_stands_on_one_to_be_finished_is_refused(run):
     Path("out/sft/run.json").write_text(json.dumps({**record, "status": "running"}))
     code, said, commands = run()
     assert (code, commands) == (2, [])
-    assert "stage reward stands on the stage sft, which is not finished; use --from sft" in said
+    assert "stage reward depends on the stage sft, which is not finished; use --from sft" in said
 
 
 def test_run_that_the_pipeline_did_not_make_is_refused(run):
     Path("out/sft/adapter").mkdir(parents=True)
     code, said, _ = run()
     assert code == 2
-    assert "out/sft holds a run (adapter) that pipeline.json beside it does not know" in said
+    assert "out/sft holds a run (adapter) that pipeline.json next to it does not list" in said
     assert run(redo_from="sft")[0] == 0
 
 
@@ -363,7 +363,7 @@ def test_second_pipeline_is_kept_out(run):
     with course.alone(Path("out"), "pipeline"):
         code, said, commands = run()
     assert (code, commands) == (2, [])
-    assert "another pipeline is at work in out" in said
+    assert "another pipeline is running in out" in said
     Path("out/sft").symlink_to("/etc")
     assert "out/sft is a link to /etc" in run()[1]
     Path("out/sft").unlink()
@@ -387,6 +387,6 @@ def test_stopped_pipeline_says_how_to_go_on(run):
     code, said, _ = run("stopped:143", output_dir="out", overrides=["sft.seed=2"])
     assert code == 143
     assert said.splitlines()[-1] == (
-        "error: stopped by SIGTERM in the stage sft; go on with: dschat-lora pipeline run.yaml "
+        "error: stopped by SIGTERM in the stage sft; resume with: dschat-lora pipeline run.yaml "
         "--output_dir out --set sft.seed=2"
     )

@@ -67,16 +67,16 @@ def test_stopped_in_a_stage_it_goes_on_to_the_end_and_then_has_nothing_to_do(
     said, error = (text.decode() for text in running.communicate(timeout=60))
     done = len(steps_of(out, "sft"))
     assert running.returncode == 143, error
-    assert f"stopped by SIGTERM after step {done}; go on with: --output_dir out/sft" in said
+    assert f"stopped by SIGTERM after step {done}; resume with: --output_dir out/sft" in said
     assert error.splitlines()[-1] == (
-        f"error: stopped by SIGTERM in the stage sft; go on with: dschat-lora {' '.join(words)}"
+        f"error: stopped by SIGTERM in the stage sft; resume with: dschat-lora {' '.join(words)}"
     )
     assert record(out, "sft")["status"] == f"interrupted by SIGTERM at step {done}"
 
     again = {"output_dir": "out", "overrides": [f"sft.max_steps={done + 1}", "rlhf.max_steps=2"]}
     course.run_pipeline(str(RECIPE), **again)
     said = capsys.readouterr().out
-    assert f"going on from out/sft/checkpoints/step-{done:08d}" in said
+    assert f"resuming from out/sft/checkpoints/step-{done:08d}" in said
     assert steps_of(out, "sft") == list(range(1, done + 2))
     assert [len(steps_of(out, stage)) for stage in ("reward", "rlhf")] == [3, 2]
     assert all(record(out, stage)["status"] == "finished" for stage in STAGES)
@@ -89,6 +89,6 @@ def test_stopped_in_a_stage_it_goes_on_to_the_end_and_then_has_nothing_to_do(
 
     before = times(out)
     course.run_pipeline(str(RECIPE), **again)
-    skipped = [f"stage {stage}: finished, and skipped" for stage in STAGES]
+    skipped = [f"stage {stage}: finished, skipped" for stage in STAGES]
     assert capsys.readouterr().out.splitlines()[:3] == skipped
     assert times(out) == before

@@ -87,11 +87,11 @@ def test_the_whole_message(world, estimated):
     assert advice("--offload", "--zero_stage", 3, device=70) == (
         "out of GPU memory: by estimate 61.2 GiB of activations, 12.6 GiB of weights, 1.2 GiB of "
         "optimizer state, 0.5 GiB for the loss and 0.4 GiB for gathered weights, on a device of "
-        "70 GiB; try one after another, each added to those before: compute fewer rows at once, "
-        f"the same batch of 96 rows a step, so the run can be resumed ({FEWER}), then recompute "
-        f"activations ({RECOMPUTED}), then keep inputs of blocks in host memory ({MOVED}), then "
+        "70 GiB; try in this order, keeping the earlier ones: compute fewer rows at once, the "
+        f"same batch of 96 rows a step, so the run can be resumed ({FEWER}), then recompute "
+        f"activations ({RECOMPUTED}), then offload activations to host memory ({MOVED}), then "
         f"hold the base in 4 bits by dschat_lora[qlora] ({BITS}); dschat-lora plan sft with the "
-        "run's options and --num_gpus 3 --for 70GiB says what is enough"
+        "options of the run and --num_gpus 3 --for 70GiB says what is enough"
     )
 
 
@@ -251,7 +251,7 @@ def test_a_model_that_is_not_understood_has_options_without_sizes(monkeypatch):
     monkeypatch.setattr(memory_advice, "takes_graphs", lambda *_, **__: True)
     said = advice(device=24)
     assert "--training_graphs" not in said
-    assert said.startswith("out of GPU memory: try one after another, each added to those before: ")
+    assert said.startswith("out of GPU memory: try in this order, keeping the earlier ones: ")
     assert suggested(said) == [FEWER, RECOMPUTED, MOVED, BITS, HOST]
     assert "dschat-lora plan" not in said
 
@@ -261,9 +261,7 @@ def test_where_one_option_is_left_or_none_that_is_said(estimated):
     host = ("--zero_stage", 3, "--offload")
     assert "; try to hold the base in 4 bits by" in advice(*host, device=24)
     said = advice(*host, "--base_bits", 4, device=24)
-    assert said.endswith(
-        "; no option is left that saves memory: take a larger device or a smaller model"
-    )
+    assert said.endswith("; no further option saves memory: use a larger device or a smaller model")
 
 
 def test_the_error_of_a_stage_has_what_fills_the_device_and_which_options_help(
@@ -313,9 +311,9 @@ def rl_advice(error=FULL, plan=PLAN, device=None, **groups):
 
 def test_the_whole_message_of_step_3():
     assert rl_advice(device=24).startswith(
-        "out of GPU memory while training: by estimate 16 GiB for a micro-batch, 10 GiB of weights "
-        "and 1 GiB of gradients and optimizer state, on a device of 24 GiB; try one after another, "
-        f"each added to those before: compute fewer rows at once ({RL[0]}), then recompute "
+        "out of GPU memory while training: by estimate 16 GiB for a micro-batch, 10 GiB of "
+        "weights and 1 GiB of gradients and optimizer state, on a device of 24 GiB; try in this "
+        f"order, keeping the earlier ones: compute fewer rows at once ({RL[0]}), then recompute "
     )
     assert suggested(rl_advice()) == RL
 
@@ -418,7 +416,7 @@ def test_memory_of_graphs_is_named_and_can_be_freed():
 
 def test_without_an_estimate_step_3_has_options_without_sizes():
     said = rl_advice(plan=None, device=24)
-    assert said.startswith("out of GPU memory while training: try one after another, each added")
+    assert said.startswith("out of GPU memory while training: try in this order, keeping")
     assert suggested(said) == RL
 
 

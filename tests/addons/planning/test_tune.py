@@ -114,7 +114,7 @@ def test_measures_rise_or_fall(metric, rises):
 @pytest.mark.parametrize(
     ("options", "own", "message"),
     [
-        ({"eval_interval": 3}, {}, "--eval_interval is the search's to set"),
+        ({"eval_interval": 3}, {}, "--eval_interval is set by the search: remove"),
         ({"max_steps": 4}, {"min_steps": 5}, "--min_steps 5 must be at most --max_steps, 4"),
         ({}, {"min_steps": 3, "batches": (8, 32)}, "of batches of 8 are less than a step of .* 4$"),
         ({"data_path": ["no.jsonl"]}, {}, "--data_path no.jsonl does not exist"),
@@ -258,11 +258,11 @@ def test_an_unknown_measure_ends_the_search_and_its_runs(searched):
 
 def test_a_directory_of_a_search_is_gone_on_with_or_refused(searched):
     searched(rates=(1e-3,))
-    with pytest.raises(ValueError, match="out holds a search: go on with --resume"):
+    with pytest.raises(ValueError, match="out contains a search: continue it with --resume"):
         searched(rates=(1e-3,))
     with pytest.raises(ValueError, match=r"--resume: lora_dim was 4, now 8; put it back"):
         searched({"lora_dim": 8}, rates=(1e-3,), resume=True)
-    with pytest.raises(ValueError, match="--resume: new holds no search"):
+    with pytest.raises(ValueError, match="--resume: new contains no search"):
         searched(output_dir="new", resume=True)
     trials, _ = searched(rates=(1e-3,), resume=True)
     assert [each.state.name for each in trials] == ["COMPLETE"]

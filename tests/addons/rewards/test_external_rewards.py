@@ -244,5 +244,5 @@ def test_instructions_of_ifeval_are_checked_by_its_checkers():
         share("a", {"instruction_id_list": ["length:words"]})
     with pytest.raises(ValueError, match="1 instructions in instruction_id_list, and 2 kwargs"):
         share("a", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]})
-    with pytest.raises(ValueError, match="give nothing or all"):
+    with pytest.raises(ValueError, match="give no argument or all"):
         builtin_function("builtin:ifeval=some")

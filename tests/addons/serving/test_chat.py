@@ -92,12 +92,12 @@ def test_mistakes_are_one_line_and_the_chat_goes_on(say, runs):
         "/set temperature warm: give a number",
         "--top_p must be in (0, 1], got 2.0",
         "--max_new_tokens must be >= 1, got 0",
-        "/nothing is no command; /help lists them",
+        "/nothing is not a command; /help lists them",
         "a has room for 512 tokens, the prompt has",
     ]
     for line, words in zip(errors, expected, strict=True):
         assert line.startswith(f"error: {words}")
-    assert errors[-1].endswith("/reset begins anew")
+    assert errors[-1].endswith("/reset starts over")
     assert out == peft_greedy(runs["a"], prompt_of("Hi"), 24).lstrip() + "\n"
 
 

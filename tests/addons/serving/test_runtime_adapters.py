@@ -85,7 +85,7 @@ def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs, monkeypatch
     hidden = runs[0].parent / "hidden"
     refused = {
         **{
-            kind: (load(address, "z", path), 400, "is no adapter that can be read here")
+            kind: (load(address, "z", path), 400, "is not an adapter that can be read here")
             for kind, path in {
                 **{"nowhere": runs[0] / "nowhere", "a long name": "x" * 5000},
                 **{"a long path": "/a" * 3000, "no name": "a\x00b", "somebody's": runs[0].parent},

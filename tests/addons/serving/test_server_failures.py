@@ -51,7 +51,7 @@ def test_an_answer_of_weights_that_are_not_finite_says_which(broken, value, temp
         assert status == 500
         message = answer["error"]["message"]
         assert message.startswith(
-            "no token can be drawn: the model's logits are not finite, as its"
+            "no token can be sampled: the model's logits are not finite as its"
         )
         assert re.search(r"weight \S+ (and \d+ more )?holds NaN or infinity", message)
     assert decoder.is_alive

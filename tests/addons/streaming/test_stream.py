@@ -252,7 +252,7 @@ def test_a_file_that_became_shorter_is_not_taken_for_read(tmp_path, kind):
     *_, (_, end) = stream._file(file, stream.Place())
     assert list(stream._file(file, end)) == []
     write_rows(file, 20)
-    with pytest.raises((ValueError, EOFError), match="it is shorter than it was"):
+    with pytest.raises((ValueError, EOFError), match="it has become shorter"):
         list(stream._file(file, end))
 
 

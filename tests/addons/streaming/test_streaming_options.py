@@ -52,8 +52,8 @@ TWO = ("org/large", "org/large:b:train")
 def test_large_data_of_the_hub_is_streamed_and_that_is_said(streams, stage):
     assert streams(stage, *TWO) == (
         True,
-        "  note         org/large, org/large:b:train: 1,800,000 rows are more than 1,000,000, so "
-        "they are read while training, as by --streaming; --no-streaming prepares them before\n",
+        "  note         org/large, org/large:b:train: 1,800,000 rows exceed 1,000,000, so they "
+        "are read during training, as with --streaming; --no-streaming prepares them first\n",
     )
 
 

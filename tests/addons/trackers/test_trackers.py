@@ -149,7 +149,7 @@ def test_error_of_a_tracker_is_said_once_and_training_goes_on(tmp_path, start, c
         log.write("train", 1, TRAIN)
         log.write("train", 2, TRAIN)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
-    assert capsys.readouterr().err.count("--report_to trackio failed and gets no more") == 1
+    assert capsys.readouterr().err.count("--report_to trackio failed and was turned off") == 1
 
 
 def test_tracker_that_cannot_begin_is_a_mistake_of_the_user(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_tracker_that_cannot_begin_is_a_mistake_of_the_user(tmp_path, monkeypatc
         raise RuntimeError("no API key\n configured")
 
     monkeypatch.setattr("dschat_lora.addons.trackers.trackers._start_wandb", fail)
-    words = r"--report_to wandb cannot begin a run: no API key configured; WANDB_MODE=offline"
+    words = r"--report_to wandb cannot start a run: no API key configured; WANDB_MODE=offline"
     with pytest.raises(ValueError, match=words):
         RunLog(tmp_path, active=True, sinks=tracker("wandb", tmp_path))
 

@@ -393,7 +393,7 @@ MISTAKES = {
         {},
         "999 tokens, and the model has",
     ),
-    "no pair": ([GOOD | {"ref_logprobs": [0, 0, 0]}], {"loss": "dpo"}, "1 sequences are no pairs"),
+    "no pair": ([GOOD | {"ref_logprobs": [0, 0, 0]}], {"loss": "dpo"}, "got 1 sequences"),
     "unknown": ([GOOD], {"loss": "ppp"}, "one of cross_entropy, .*; did you mean ppo?"),
     "value": ([GOOD], {"loss": "ppo", "cliprange": -1}, "--cliprange must be > 0, got -1"),
     "word": ([GOOD], {"loss": "ppo", "cliprange": "x"}, "--cliprange: must be a number"),
@@ -470,7 +470,7 @@ def test_a_model_without_adapter_trains_every_weight(tmp_path):
         before = trainer.forward_backward(random_sequences(3))
         trainer.optim_step(1e-3)
         assert trainer.forward_backward(random_sequences(3)) < before
-        with pytest.raises(ValueError, match="export_adapter writes an adapter, and every weight"):
+        with pytest.raises(ValueError, match="export_adapter needs an adapter, but all weights"):
             trainer.export_adapter(tmp_path / "adapter")
         trainer.optim_step(0.0)
         trainer.forward_backward(random_sequences(2), lambda p, s: p * math.inf)

@@ -39,7 +39,7 @@ def test_a_trainer_whose_process_group_has_ended_says_so():
     expected = trainer.forward_backward(random_sequences(3))
     shutdown()  # as a run in this process does at its end
     for _ in range(2):
-        with pytest.raises(ValueError, match="has ended the process group of the Trainer"):
+        with pytest.raises(ValueError, match="has destroyed the Trainer's process group"):
             trainer.forward_backward(random_sequences(3))
         # Not even where there is another one.
         other = Trainer(lora_dim=4, seed=1)
@@ -80,7 +80,7 @@ def test_a_saved_trainer_goes_on_bit_for_bit(tmp_path):
 
 def test_what_cannot_be_loaded_or_saved_is_said(tmp_path):
     with Trainer(lora_dim=4, seed=3) as trainer:
-        with pytest.raises(ValueError, match="holds nothing that a Trainer has saved"):
+        with pytest.raises(ValueError, match="contains nothing saved by a Trainer"):
             trainer.load(tmp_path)
         trainer.forward_backward(random_sequences(2))
         with pytest.raises(ValueError, match="save comes after optim_step"):

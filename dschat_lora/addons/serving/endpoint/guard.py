@@ -209,14 +209,14 @@ async def read_json(request: Request) -> object:
         )
         check_value(value)
     except UnicodeDecodeError as error:
-        raise invalid("the body is no JSON: it is not in UTF-8") from error
+        raise invalid("the body is not JSON: it is not in UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is no JSON: {error}") from error
+        raise invalid(f"the body is not JSON: {error}") from error
     return value
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text:.80} is no finite number")
+        raise ValueError(f"{text:.80} is not a finite number")
     return number
