@@ -76,7 +76,7 @@ def length_warning(config: ScheduleConfig, num_steps: int) -> str | None:
         return None
     return (
         f"the run has {counted(num_steps, 'optimizer step')} and --num_warmup_steps {warmup}: the "
-        f"learning rate never reaches its peak; warm up for {num_steps // 10} steps, or train longer"
+        f"rate never reaches its peak; warm up for {num_steps // 10} steps, or train longer"
     )
 
 

@@ -71,7 +71,7 @@ def test_file_of_the_user_comes_before_a_recipe_of_that_name():
 
 def test_beginning_of_several_names_is_refused_with_them():
     with pytest.raises(
-        ValueError, match="several names: opt-1.3b_opt-350m, opt-6.7b_4bit, opt-6.7b_opt"
+        ValueError, match="is ambiguous: opt-1.3b_opt-350m, opt-6.7b_4bit, opt-6.7b_opt"
     ):
         find_recipe("opt", label="--config opt")
 

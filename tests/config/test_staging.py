@@ -82,7 +82,7 @@ def test_a_file_with_another_name_and_a_pipe_are_refused_by_name(out, kind):
         (out / "b").write_text("mine")
         os.link(out / "b", out / "a")
     for mode in ("a", "wb", "ab+", "r+b"):
-        with pytest.raises(OSError, match=r"2 names \(hard links\)|no regular file") as raised:
+        with pytest.raises(OSError, match=r"2 hard links|not a regular file") as raised:
             open_in_place(out / "a", mode)
         assert str(out / "a") in str(raised.value)
 
@@ -214,7 +214,7 @@ def test_a_directory_that_nobody_occupies_any_more_may_be_another(out):
 
 def test_a_link_to_itself_is_refused(out):
     (out / "a").symlink_to("a")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         check_within(out / "a", out)
 
 

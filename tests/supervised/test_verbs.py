@@ -59,7 +59,7 @@ def test_a_weight_that_is_not_finite_is_named_by_generate(verb, monkeypatch):
     monkeypatch.setattr(generate, "load_policy", spoilt)
     line = verb.refused("generate", "sft", *PROMPTS)
     assert line.startswith(
-        "error: no token can be sampled: the model's logits are not finite as its"
+        "error: no token can be sampled: the model's logits are not finite, as its"
     )
     assert ".weight holds" in line
 

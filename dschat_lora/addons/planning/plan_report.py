@@ -250,7 +250,7 @@ def _time_words(planned: Planned) -> str:
     work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
     spent = None if planned.card is None else time.on(planned.card)
     if spent is None:
-        return f"{work}; --for with the name of a GPU, such as RTX 4090 or H100, estimates the time"
+        return f"{work}; --for with a GPU's name, such as RTX 4090 or H100, estimates the time"
     steps, seconds = config.optim.max_steps, spent.total
     whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
     if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:

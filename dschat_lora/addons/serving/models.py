@@ -188,7 +188,7 @@ def open_adapter(
     """
     source = find_of_kind(path, ("CAUSAL_LM",), option="lora_path")
     if source.adapter is None:
-        raise ValueError(f"lora_path {path} is a whole model, and no adapter")
+        raise ValueError(f"lora_path {path} is a full model, not an adapter")
     # The base's own tokenizer and ends where it is served, not those of one of its adapters.
     bases = {each.base_path: each for each in sorted(served, key=lambda each: -each.adapter)}
     base = bases.get(source.base)

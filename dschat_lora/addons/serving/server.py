@@ -222,13 +222,13 @@ def _check_adapter(path: str) -> None:
     Raises:
         ApiError: if it is none, or cannot be read.
     """
-    what, home = "no adapter that can be read here", Path(path)
+    what, home = "not an adapter that can be read here", Path(path)
     homes = (home, home / "adapter", home / "actor" / "adapter")
     try:
         if any(map(is_adapter_directory, homes)) or is_checkpoint(home) or checkpoints_of(home):
             return
         if (home / "config.json").is_file():
-            what = "a whole model, and no adapter"
+            what = "a full model, not an adapter"
     except (OSError, ValueError):  # a name that is too long, one that may not be read
         pass
     raise invalid(f"lora_path {path!r:.200} is {what}", "lora_path")

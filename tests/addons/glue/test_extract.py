@@ -130,13 +130,13 @@ def test_what_cannot_be_extracted_is_refused(trained, encoder, tmp_path):
     base = str(encoder("roberta"))
     checkpoint = trained / "checkpoint-6"
     for path, more, message in (
-        (encoder("roberta"), {}, "contains no LoRA factor"),
+        (encoder("roberta"), {}, "holds no LoRA factor"),
         (tmp_path, {}, "holds no model.safetensors"),
         (tmp_path / "none.bin", {}, "is not a file"),
         (checkpoint, {"lora_alpha": None}, "give --lora_alpha"),
         (checkpoint, {"output_dir": trained}, "is not empty"),
         (checkpoint, {"output_dir": trained / "adapter"}, "only an adapter in .*checkpoint-6/adap"),
-        (checkpoint, {"base": "./nothere"}, "--base ./nothere is no model"),
+        (checkpoint, {"base": "./nothere"}, "--base ./nothere is not a model"),
         (checkpoint, {"base": str(trained)}, "is not a model: give a hub name or a directory"),
         (checkpoint, {"base": str(encoder("deberta-v2"))}, "is a deberta-v2 model without the l"),
     ):

@@ -29,7 +29,7 @@ def test_an_earlier_run_is_neither_overwritten_nor_mistaken(checked, trained, en
     with pytest.raises(ValueError, match="would delete"):
         checked(*over, "--apply_lora", "--lora_path", trained)
     (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(ValueError, match="no run wrote that"):
+    with pytest.raises(ValueError, match="no run wrote it"):
         checked("--output_dir", tmp_path, "--overwrite_output_dir")
     out = tmp_path / "out"
     shutil.copytree(encoder("roberta"), out / "model")

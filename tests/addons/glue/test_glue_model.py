@@ -110,7 +110,7 @@ def test_factors_start_as_chosen(encoder):
 def test_a_layer_of_the_head_is_not_adapted():
     model = empty_classifier(RobertaConfig(**ROBERTA))
     config = config_of("m", "rte", "--apply_lora", "--target_modules", "query", "dense")
-    with pytest.raises(ValueError, match="query dense takes classifier.dense of the head"):
+    with pytest.raises(ValueError, match="query dense matches classifier.dense of the head"):
         adapt(model, config)
 
 

@@ -116,7 +116,7 @@ def test_a_prompt_as_text_has_its_picture_in_front_or_at_its_sign(base, stock, r
 
 
 def test_pictures_for_a_model_of_text_alone_are_refused(rows, tmp_path):
-    with pytest.raises(ValueError, match="text alone"):
+    with pytest.raises(ValueError, match="text only"):
         dl.generate(None, "What?", image=str(tmp_path / "a.png"))
 
 
@@ -272,7 +272,7 @@ def bomb():
         (image_url("/etc/hostname"), "must be a data URI; files are not read here"),
         (image_url("file:///etc/hostname"), "must be a data URI; files are not read here"),
         (image_url("http://127.0.0.1:1/a.png"), "--allow_image_urls downloads it"),
-        (image_url(encoded(b"no picture")), "it is none of PNG"),
+        (image_url(encoded(b"no picture")), "it is not PNG"),
         (image_url(data_uri(A)[:200]), "picture"),
         (image_url(bomb()), "50,000,000 are allowed"),
         (image_url(None), "picture"),

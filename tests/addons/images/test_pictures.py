@@ -114,7 +114,7 @@ def bmp_of(width, height):
 GIF = encoded(drawn("P"), "GIF")
 JPEG, PNG = GOOD["jpeg, turned 1"], GOOD["png"]
 PIXELS = "pixels; 1 to 50,000,000 are allowed (--max_image_pixels)"
-NONE = "it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF, PPM, AVIF, JPEG2000; it begins with"
+NONE = "it is not PNG, JPEG, WEBP, GIF, BMP, TIFF, PPM, AVIF, JPEG2000; it begins with"
 BAD = {
     "text": (b"hello", f"picture 'a.png': {NONE} b'hello'"),
     "json": (b'{"error": 404, "message": 1}', """it begins with b'{"error": 404, "'"""),
@@ -290,7 +290,7 @@ def test_urls_are_fetched(server):
         ("/empty.png", "it is empty", Limits()),
         ("/a.png", "more than 9 bytes", Limits(max_bytes=9)),
         ("/slow.png", "timed out", Limits(seconds=0.1)),
-        ("/a.png", "it takes more than -1 seconds", Limits(seconds=-1.0)),
+        ("/a.png", "the download takes more than -1 seconds", Limits(seconds=-1.0)),
     ],
 )
 def test_an_answer_that_is_no_picture_is_one_line(server, name, reason, limits, monkeypatch):

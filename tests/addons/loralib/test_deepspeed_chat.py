@@ -277,7 +277,7 @@ def test_what_cannot_be_converted_is_said(part, settings, message):
         *(
             (only_optimize_lora_parameters, {"force_optimize_params": forced}, message)
             for forced, message in (
-                (["2.weigth"], "force_optimize_params '2.weigth' is no .* mean '2.weight'"),
+                (["2.weigth"], "force_optimize_params '2.weigth' is not .* mean '2.weight'"),
                 ("0.weight", "force_optimize_params must be a list of names, got the text '0.we"),
                 ([], "the model has no LoRA parameters"),
             )

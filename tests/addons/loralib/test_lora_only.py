@@ -233,7 +233,7 @@ C_ATTN = "transformer.h.0.attn.c_attn"
     [
         (
             lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1)}),
-            "holds transformer.h.0.attn.bias, which the model does not have",
+            "contains transformer.h.0.attn.bias, which the model does not have",
         ),
         (
             lambda t: [t.pop(name) for name in list(t) if name.startswith("transformer.h.1")],

@@ -279,7 +279,7 @@ def test_stage_that_fails_ends_the_pipeline_and_goes_on_the_next_time(run):
     assert len(commands) == 2
     assert said.splitlines()[-1] == (
         "error: the stage reward ended with exit code 7 (see its last lines); after fixing the "
-        "cause, resume resume with: dschat-lora pipeline run.yaml"
+        "cause, resume with: dschat-lora pipeline run.yaml"
     )
     assert status_of("reward") == "ended with exit code 7: failed"
 

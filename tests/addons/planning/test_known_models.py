@@ -142,7 +142,7 @@ def test_a_type_that_was_not_tried_is_left_to_the_probe(tmp_path, capsys, monkey
     models([saved(tmp_path, "qwen2")])
     text = capsys.readouterr().out
     assert "  sft          starts" in text
-    assert "was not tested with transformers 5.0: the probe at the start of a run decides" in text
+    assert "was not tested with transformers 5.0: the check at the start of a run decides" in text
 
 
 def test_a_model_that_a_run_would_refuse_ends_with_code_1_and_the_reason(tmp_path, capsys):

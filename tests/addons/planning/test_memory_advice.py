@@ -91,7 +91,7 @@ def test_the_whole_message(world, estimated):
         f"same batch of 96 rows a step, so the run can be resumed ({FEWER}), then recompute "
         f"activations ({RECOMPUTED}), then offload activations to host memory ({MOVED}), then "
         f"hold the base in 4 bits by dschat_lora[qlora] ({BITS}); dschat-lora plan sft with the "
-        "options of the run and --num_gpus 3 --for 70GiB says what is enough"
+        "options of the run and --num_gpus 3 --for 70GiB shows what is enough"
     )
 
 
@@ -107,7 +107,7 @@ def test_where_a_device_should_be_large_enough_the_plan_is_not_asked(estimated):
     assert words in advice(device=26)
     assert "dschat-lora plan" not in advice(device=26)
     assert words not in advice(device=25)  # 22.5 of it are planned with
-    assert advice(device=25).endswith("options and --for 25GiB says what is enough")
+    assert advice(device=25).endswith("of the run and --for 25GiB shows what is enough")
 
 
 def test_a_stage_that_is_not_planned_is_not_said_to_be(estimated):

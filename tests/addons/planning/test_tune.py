@@ -228,7 +228,7 @@ def test_the_command_is_that_of_the_best_trial_with_its_steps(searched):
 
 
 def test_the_seed_that_fails_says_why(searched):
-    with pytest.raises(ValueError, match="no trial came to its end"):
+    with pytest.raises(ValueError, match="no trial finished"):
         searched({"seed": 665}, seeds=2, rates=(1e-2,))
     page = Path("out/report.html").read_text(encoding="utf-8")
     assert "failed: the loss is nan" in page
@@ -260,7 +260,7 @@ def test_a_directory_of_a_search_is_gone_on_with_or_refused(searched):
     searched(rates=(1e-3,))
     with pytest.raises(ValueError, match="out contains a search: continue it with --resume"):
         searched(rates=(1e-3,))
-    with pytest.raises(ValueError, match=r"--resume: lora_dim was 4, now 8; put it back"):
+    with pytest.raises(ValueError, match=r"--resume: lora_dim was 4, now 8; restore it"):
         searched({"lora_dim": 8}, rates=(1e-3,), resume=True)
     with pytest.raises(ValueError, match="--resume: new contains no search"):
         searched(output_dir="new", resume=True)

@@ -105,7 +105,7 @@ def test_a_judge_that_answers_with_an_error_is_named(endpoint):
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
         with pytest.raises(RewardError) as caught:
             scored(f"builtin:judge={url}", responses_of((5,)))
-    assert f"the judge {url} cannot be asked" in str(caught.value.__cause__)
+    assert f"the judge {url} cannot be reached" in str(caught.value.__cause__)
 
 
 # ---------------------------------------------------------------------------- Python that runs
@@ -202,7 +202,7 @@ def test_json_is_checked_by_a_schema_in_a_file(tmp_path, monkeypatch):
     responses = responses_of(*(tuple(map(ord, t)) for t in texts))
     assert scorer(responses, TrainerState()).total.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     (tmp_path / "bad.json").write_text('{"type": 3}')
-    for name, words in (("bad.json", "is no JSON schema"), ("none.json", "cannot be read")):
+    for name, words in (("bad.json", "is not a JSON schema"), ("none.json", "cannot be read")):
         with pytest.raises(ValueError, match=words):
             builtin_function(f"builtin:json_schema={name}")
 

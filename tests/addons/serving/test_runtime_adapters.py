@@ -92,7 +92,7 @@ def test_what_cannot_be_loaded_or_unloaded_is_refused(address, runs, monkeypatch
                 **{"a file": runs[0] / "run.json", "hidden": hidden},
             }.items()
         },
-        "a whole model": (load(address, "z", BUNDLED_MODEL), 400, "is a whole model"),
+        "a whole model": (load(address, "z", BUNDLED_MODEL), 400, "is a full model"),
         "no path": (load(address, "z", ""), 400, "lora_name and lora_path are wanted"),
         "the base": (load(address, "base", runs[0] / "adapter"), 400, "already been loaded"),
         "gone": (unload(address, "z"), 404, "no adapter 'z' came at run time"),

@@ -51,7 +51,7 @@ def test_an_answer_of_weights_that_are_not_finite_says_which(broken, value, temp
         assert status == 500
         message = answer["error"]["message"]
         assert message.startswith(
-            "no token can be sampled: the model's logits are not finite as its"
+            "no token can be sampled: the model's logits are not finite, as its"
         )
         assert re.search(r"weight \S+ (and \d+ more )?holds NaN or infinity", message)
     assert decoder.is_alive
@@ -78,7 +78,7 @@ def test_an_answer_that_cannot_be_drawn_ends_alone(address, service, monkeypatch
     monkeypatch.undo()
     if spoilt.is_set():
         assert [status for status, _ in replies] == [200, 500]
-        assert "no token can be drawn" in replies[1][1]["error"]["message"]
+        assert "no token can be sampled" in replies[1][1]["error"]["message"]
     assert replies[0][1]["choices"] == expected["choices"]
     check_answers(address)
 

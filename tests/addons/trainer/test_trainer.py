@@ -398,7 +398,11 @@ MISTAKES = {
     "value": ([GOOD], {"loss": "ppo", "cliprange": -1}, "--cliprange must be > 0, got -1"),
     "word": ([GOOD], {"loss": "ppo", "cliprange": "x"}, "--cliprange: must be a number"),
     "shape": ([GOOD], {"loss": lambda p, s: p[1:]}, r"must return a \(3,\) tensor.*got \(2,\)"),
-    "no gradient": ([GOOD], {"loss": lambda p, s: p.detach()}, "must depend on the log-probabil"),
+    "no gradient": (
+        [GOOD],
+        {"loss": lambda p, s: p.detach()},
+        "must depend on the given log-probabil",
+    ),
 }
 
 
@@ -477,5 +481,5 @@ def test_a_model_without_adapter_trains_every_weight(tmp_path):
         assert trainer.optim_step(1e-3).skipped
         with torch.no_grad():
             next(iter(trainer._parts.adapted.model.parameters())).fill_(math.nan)
-        with pytest.raises(ValueError, match="no token can be drawn"):
+        with pytest.raises(ValueError, match="no token can be sampled"):
             trainer.sample(PROMPTS, max_tokens=2)
