@@ -294,7 +294,7 @@ REFUSALS = [
     *[
         (
             *("loud base", f"eval spoilt {data}.jsonl --json"),
-            *([f"{data}.jsonl:1: the loss is nan, as the model overflows"], []),
+            *([f"{data}.jsonl:1: the loss is nan, because the model overflows"], []),
         )
         for data in ("sft", "pairs")
     ],

@@ -66,9 +66,9 @@ def test_adapters_at_a_rate_of_full_fine_tuning_are_warned_about(options, full):
     if full is None:
         assert warning is None
         return
-    assert "a rate of full fine-tuning" in warning
+    assert "a learning rate of full fine-tuning" in warning
     # As measured in "LoRA Without Regret" (Thinking Machines, 2025).
-    assert "about 10 times as much" in warning
+    assert "about 10 times that" in warning
     assert warning.endswith(f"try --lora_learning_rate {10 * full:g}")
     assert rate_warning(OptimConfig(**options), LoraConfig(lora_dim=0)) is None
     above = rate_warning(OptimConfig(lora_lr_multiplier=20), LoraConfig(lora_dim=8))
@@ -118,7 +118,7 @@ def test_classic_mode_gives_base_and_adapters_their_rates_and_spares_vectors_dec
 
 
 def test_a_rate_of_experts_is_refused_where_none_is_adapted():
-    with pytest.raises(ValueError, match=r"--expert_learning_rate 0\.001 is for experts"):
+    with pytest.raises(ValueError, match=r"--expert_learning_rate 0\.001 is for MoE experts"):
         groups_of({"lora_dim": 2}, expert_learning_rate=1e-3)
 
 

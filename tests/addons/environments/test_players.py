@@ -97,10 +97,10 @@ def test_a_player_sees_prompt_and_row_of_its_tasks():
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        (lambda tasks, draw, key: draw(tasks)[:1], "a response for each of the 2 tasks"),
+        (lambda tasks, draw, key: draw(tasks)[:1], "for each of the 2 tasks"),
         (lambda tasks, draw, key: draw(tasks)[::-1], "in their order"),
-        (lambda tasks, draw, key: None, "a response for each of the 2 tasks"),
-        (lambda tasks, draw, key: [5, 6], "a response for each of the 2 tasks"),
+        (lambda tasks, draw, key: None, "for each of the 2 tasks"),
+        (lambda tasks, draw, key: [5, 6], "for each of the 2 tasks"),
         (lambda tasks, draw, key: tasks, "0 tokens of the actor"),
         (
             lambda tasks, draw, key: [

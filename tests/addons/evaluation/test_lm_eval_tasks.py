@@ -91,7 +91,7 @@ def test_measures_are_those_of_the_transformers_backend(run, tasks, tmp_path, ca
         "toy_choice acc_norm_stderr  0.25\ntoo long                    1\n"
     )
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"^--tasks \S*empty holds no task"):
+    with pytest.raises(ValueError, match=r"^--tasks \S*empty contains no task"):
         dl.evaluate(run, None, tasks=[str(tmp_path / "empty")])
 
 
@@ -150,7 +150,7 @@ def test_processes_share_the_questions(run, tasks, launcher, tmp_path, stage):
 def test_unknown_tasks_and_models_that_answer_nothing_are_refused(tasks, tmp_path):
     pytest.importorskip("lm_eval", reason="needs dschat_lora[evaluation]")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"^--eval_tasks \S*empty holds no task"):
+    with pytest.raises(ValueError, match=r"^--eval_tasks \S*empty contains no task"):
         dl.sft(eval_tasks=[str(tmp_path / "empty")], output_dir=tmp_path / "out", **SFT)
     options = {"lora_dim": 4, "eval_tasks": [str(tasks)], "output_dir": tmp_path / "two"}
     with pytest.raises(ValueError, match="--eval_tasks need a language model"):

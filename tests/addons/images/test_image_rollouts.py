@@ -450,6 +450,6 @@ def test_what_reads_text_alone_refuses_rows_with_pictures_by_name(what, made):
     if "teacher_model_name_or_path" in options:
         options |= {"teacher_model_name_or_path": str(seeing.base), "rewards": ()}
         options |= {"num_generations": 1}
-    with pytest.raises(ValueError, match=f"{what}.* reads text alone") as error:
+    with pytest.raises(ValueError, match=f"{what}.* supports text only") as error:
         train(seeing, "refused", **options)
     assert "\n" not in str(error.value)

@@ -253,7 +253,7 @@ def test_attention_by_flex_is_refused_where_tokens_of_a_picture_see_each_other(k
 
 def test_streams_of_rows_with_pictures_are_refused(tmp_path):
     seeing, rows = Seeing("llava_next", tmp_path), [sample_row("none"), sample_row("one")]
-    with pytest.raises(ValueError, match="--streaming reads text alone"):
+    with pytest.raises(ValueError, match="--streaming supports text only"):
         seeing.data(rows, "samples", "--streaming", "--max_steps", 3)
 
 

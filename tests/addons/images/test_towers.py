@@ -265,12 +265,12 @@ def test_a_run_goes_on_with_the_same_pictures_alone(seen, monkeypatch):
     drawn(*SIZES["tall"], seed=9).save(seen.folder / "tall.png")
     seen.read()
     monkeypatch.setattr(resume, "read_state", lambda _: {"step": 2, "identity": {"media": before}})
-    told = r"what differs: what rows hold beside text \(picture 2, tall\.png: was [0-9a-f]{8}, now"
+    told = r"the inputs of rows other than text \(picture 2, tall\.png: was [0-9a-f]{8}, now"
     with pytest.raises(ValueError, match=told):
         check_identity(seen.folder, {"media": seen.media.identity})
     (seen.folder / "tall.png").write_bytes(whole)
     seen.read()
     described = dict(seen.media.processor.described())
     monkeypatch.setattr(PictureProcessor, "described", lambda _: described | {"backend": "other"})
-    with pytest.raises(ValueError, match=r"beside text \(the processor: was [0-9a-f]{8}, now"):
+    with pytest.raises(ValueError, match=r"than text \(the processor: was [0-9a-f]{8}, now"):
         check_identity(seen.folder, {"media": seen.media.identity})

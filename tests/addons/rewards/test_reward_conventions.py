@@ -86,7 +86,7 @@ def test_only_the_calls_of_openrlhfs_function_that_failed_are_made_again():
 
 def test_what_else_a_function_asks_for_must_be_there_or_have_a_default():
     function = made(lambda solution_str, level, answer=None, **more: float(level["n"] + len(more)))
-    with pytest.raises(ValueError, match="mine:score asks for level; it may take"):
+    with pytest.raises(ValueError, match="mine:score requires level; available are"):
         function.check_columns(["answer"])
     function.check_columns(["level"])
     row = json.dumps({"level": {"n": 1}}).encode()
@@ -116,7 +116,11 @@ def test_a_server_is_asked_once_for_all_responses(server):
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [([1, 2], "returned a list, and no JSON object"), (b"<html>", "gave no scores"), ({}, "dict")],
+    [
+        ([1, 2], "returned a list, and no JSON object"),
+        (b"<html>", "returned no scores"),
+        ({}, "dict"),
+    ],
 )
 def test_a_server_that_gives_no_scores_is_named(server, answer, words):
     url, _ = server(lambda data: answer, "/get_reward")

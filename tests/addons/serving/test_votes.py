@@ -96,7 +96,7 @@ def test_links_within_the_directory_are_followed(out):
 
 def test_the_line_names_file_and_target(out):
     (out / "votes.jsonl").symlink_to("/etc/hosts")
-    words = rf"{out}/votes.jsonl is a link to /etc/hosts; what is written to {out} stays there"
+    words = rf"{out}/votes.jsonl is a link to /etc/hosts; files written to {out} must stay there"
     with pytest.raises(ValueError, match=words):
         votes_path(ServeConfig(models=(str(out),)))
     # The user's own word is followed.

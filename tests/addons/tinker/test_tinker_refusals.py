@@ -35,7 +35,7 @@ REFUSED = {
     ("POST session_heartbeat", 400): [("session_id must be a text", {"session_id": []})],
     ("POST retrieve_future", 410): [("nothing is known of", {"request_id": "x"})],
     ("POST create_session", 400): [
-        ("the body is no JSON", b"[" * 10**5),
+        ("the body is not JSON", b"[" * 10**5),
         ("sdk_version is '0.39.0', and this server speaks the protocol of tinker 0.38", {}),
         ("user_metadata must have texts alone", {"sdk_version": None, "user_metadata": {"a": 1}}),
     ],
@@ -85,7 +85,7 @@ REFUSED = {
         ("seq_id is missing", {"seq_id": None}),
         ("seq_id must be at most", {"seq_id": 10**400}),
         ("seq_id must be a whole number", {"seq_id": "5"}),
-        ("the body is no JSON", b"{"),
+        ("the body is not JSON", b"{"),
         ("the body must be an object", []),
     ],
     ("POST optim_step", 200): [
