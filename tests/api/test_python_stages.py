@@ -454,7 +454,11 @@ def test_tables_and_texts_are_rows(kind, data, rows):
         (lambda: dl.sft("a", model_name_or_path="b"), TypeError, "an argument of its own, too"),
         (lambda: dl.sft(data=ROWS[0]), TypeError, "a single row goes into a list"),
         (lambda: dl.sft(callbacks=brevity), TypeError, "a list of functions, got a function"),
-        (lambda: dl.sft(deepspeed_config={"a": {1}}), ValueError, "--deepspeed_config: is not JSON"),
+        (
+            lambda: dl.sft(deepspeed_config={"a": {1}}),
+            ValueError,
+            "--deepspeed_config: is not JSON",
+        ),
         (lambda: dl.sft(callbacks=[4]), TypeError, "callbacks must be functions"),
         (lambda: dl.sft(callbacks=[brevity]), TypeError, "metrics), brevity takes (responses)"),
         (

@@ -43,7 +43,7 @@ DAMAGE = {
     "file gone": (lambda d: (d / "state.json").unlink(), "lacks state.json"),
     "file too many": (lambda d: (d / "more").write_text(""), "holds .*more"),
     "manifest gone": (lambda d: (d / "manifest.json").unlink(), "has no manifest"),
-    "manifest cut": (lambda d: (d / "manifest.json").write_text('{"files'), "is no JSON"),
+    "manifest cut": (lambda d: (d / "manifest.json").write_text('{"files'), "is not JSON"),
     "manifest empty": (lambda d: (d / "manifest.json").write_text('{"files": {}}'), "holds"),
 }
 
