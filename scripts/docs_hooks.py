@@ -72,6 +72,8 @@ ROOMS = {
     "rl": "step 3: roles, rollouts, experience, updates",
     "supervised": "steps 1 and 2: objectives, training loop, evaluation",
 }
+# What links of the checkout name, by the page of the site.
+PAGES = OUTSIDE | {f"dschat_lora/{room}": f"api/{room}.md" for room in ROOMS}
 OPTIONS_HEAD = "| option | type | default | |\n|---|---|---|---|\n"
 # Without the module in the heading, which no user needs to know.
 _PLAIN = "    options:\n      show_root_full_path: false\n"
@@ -167,7 +169,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def moved_to(path: str) -> str:
         target = normpath(join(dirname(source), path))
-        return OUTSIDE.get(target) or target.removeprefix("docs/")
+        return PAGES.get(target) or target.removeprefix("docs/")
 
     def moved(match: re.Match[str]) -> str:
         head, path, anchor = match[1], match[2], match[3] or ""
