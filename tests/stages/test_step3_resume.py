@@ -301,5 +301,5 @@ def test_checkpoint_of_another_stage_is_refused(launcher, start, copy_of, tmp_pa
     )
     running = launcher.start([*argv, *RESUME, "latest"], out.parent, script=STEP1)
     assert running.wait() == [2], running.output()
-    assert "is of a run of the stage rlhf, not sft" in running.err()
+    assert "belongs to a run of the stage rlhf, not sft" in running.err()
     assert running.err().count("\n") == 1
