@@ -76,12 +76,15 @@ class DataAudit:
     # inputs beside text of training samples: counts by their names, and the same in words
     media: dict[str, int] = field(default_factory=dict)
     media_words: str = ""
+    data_part: str = ""  # of --data_split that the training rows are, in words
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; those of inputs beside text where there are any."""
         fields = asdict(self)
         if not self.media:
             del fields["media"], fields["media_words"]
+        if not self.data_part:
+            del fields["data_part"]
         return fields
 
     @classmethod
@@ -178,7 +181,11 @@ class DataAudit:
         """A short table for people, warnings last; ``of_head``: of a stream's first rows alone."""
         types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
         quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
-        fate = "kept out of training" if self.overlap_removed else "still trained on"
+        fate = "left out" if self.overlap_removed else "trained on too"
+        usable = sum(self.rows_by_type.values()) - self.eval_rows * self.overlap_removed
+        train = counted(self.train_rows, "row")
+        if self.data_part:
+            train = f"{self.train_rows:,} of {usable:,} rows ({self.data_part})"
         too_long = self._overlong_rows / max(1, self.train_rows)
         part, eval_part = (
             f"{count:,} in part, " if count else ""
@@ -189,10 +196,9 @@ class DataAudit:
         head = f"of the first {HEAD_ROWS:,} of each source: " if of_head else ""
         table = {
             "rows": f"{head}{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
-            "repeated": f"{counted(self.duplicate_rows, 'duplicate')}; "
-            f"{self.overlap_rows:,} of train in "
-            f"eval, {fate}",
-            "train": f"{counted(self.train_rows, 'row')}, {counted(self.train_samples, 'sample')}, "
+            "repeated": f"{counted(self.duplicate_rows, 'duplicate')}, trained on; "
+            f"copies of held-out rows, {fate}: {self.overlap_rows:,}",
+            "train": f"{train}, {counted(self.train_samples, 'sample')}, "
             f"{counted(self.tokens, 'token')}",
             "eval": f"{counted(self.eval_rows, 'row')}, {counted(self.eval_samples, 'sample')}",
             "length": f"{quantiles} tokens",
@@ -240,9 +246,16 @@ class DataAudit:
 
 
 def make_audit(
-    config: DataConfig, rows: Collected, train: Tally, held_out: Tally, *, media_kind: str = ""
+    config: DataConfig,
+    rows: Collected,
+    train: Tally,
+    held_out: Tally,
+    *,
+    phase: int,
+    media_kind: str = "",
 ) -> DataAudit:
     """The audit of what was read and what was written."""
+    split = config.data_split
     counts = {
         media_kind: train.media,
         f"rows_with_{media_kind}": train.media_rows,
@@ -292,6 +305,7 @@ def make_audit(
         kind=rows.kind,
         media=counts if train.media else {},
         media_words=words if train.media else "",
+        data_part="" if split is None else f"part {phase} of --data_split {split}",
     )
 
 

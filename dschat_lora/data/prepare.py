@@ -217,7 +217,11 @@ def _build(
     shutil.rmtree(parts)
     return {
         "audit": make_audit(
-            config, collected, *tallies.values(), media_kind="" if media is None else media.kind
+            config,
+            collected,
+            *tallies.values(),
+            phase=phase,
+            media_kind="" if media is None else media.kind,
         ).to_dict(),
         "digests": {name: digest.to_dict() for name, digest in digests.items()},
         "sources": samples,

@@ -408,6 +408,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def memory_of(device: torch.device) -> str:
+    """What :func:`peak_memory_bytes` counts, in words where that is more than tensors."""
+    return "" if device.type == "cuda" else " (the whole process)"
+
+
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """:func:`tabled_peak` of a device; None on anything but a GPU."""
     if device.type != "cuda":

@@ -269,16 +269,25 @@ def train_line(
         f"{metrics['tflops_per_device'] or 0:.3g} TFLOPs",
         *_mfu(metrics),
     ]
-    parts = [
-        f"step {step:>{len(str(total))}}/{total}",
-        f"loss {metrics['loss']:.4f}",
-        *([f"acc {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []),
-        f"lr {metrics['lora_learning_rate'] or metrics['learning_rate']:.2e}",
-        *(more if verbose else []),
-        f"{metrics['tokens_per_second'] or 0:,.0f} tok/s",
-        f"{clock(left)} left",
-    ]
-    return _joined(parts, verbose=verbose)
+    base, lora = metrics["learning_rate"], metrics["lora_learning_rate"]
+
+    def line(*rates: str) -> str:
+        parts = [
+            f"step {step:>{len(str(total))}}/{total}",
+            f"loss {metrics['loss']:.4f}",
+            *([f"acc {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []),
+            *rates,
+            *(more if verbose else []),
+            f"{metrics['tokens_per_second'] or 0:,.0f} tok/s",
+            f"{clock(left)} left",
+        ]
+        return _joined(parts, verbose=verbose)
+
+    if lora not in (None, base):
+        both = line(f"lr {base:.2e}", f"LoRA {lora:.2e}")
+        if verbose or len(both) <= 80:
+            return both
+    return line(f"lr {lora or base:.2e}")
 
 
 def _joined(parts: Sequence[str], *, verbose: bool) -> str:
@@ -364,8 +373,8 @@ def rlhf_eval_line(iteration: int, step: int, metrics: Mapping[str, Any]) -> str
     )
 
 
-def summary_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """The run's throughput as terminal lines."""
+def summary_lines(metrics: Mapping[str, Any], *, memory_of: str = "") -> list[str]:
+    """The run's throughput as terminal lines; ``memory_of`` says what the peak memory counts."""
 
     def number(name: str, scale: float = 1.0) -> str:
         value = metrics.get(name)
@@ -375,12 +384,12 @@ def summary_lines(metrics: Mapping[str, Any]) -> list[str]:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
     return [
-        f"{counted(metrics['steps'], 'step')} after {metrics['warmup_steps']} of warm-up: "
+        f"speed{', without the first step' * metrics['warmup_steps']}: "
         f"{number('step_seconds')} s a step, {number('tokens_per_second')} real tokens/s, "
         f"{number('samples_per_second')} samples/s",
-        f"per device: {number('tflops_per_device')} TFLOPs (model), "
-        f"{number('hardware_tflops_per_device')} (hardware), "
-        f"{number('tflops_deepspeed_chat')} (DeepSpeed-Chat's formula with k = 2r/h), "
+        f"per device: {number('tflops_per_device')} TFLOPs, "
+        f"{number('hardware_tflops_per_device')} with recomputation, "
+        f"{number('tflops_deepspeed_chat')} by DeepSpeed-Chat's formula (k = 2r/h), "
         + "".join(f"{each}, " for each in _mfu(metrics))
-        + f"peak memory {number('peak_memory_bytes', 2**30)} GiB",
+        + f"peak memory {number('peak_memory_bytes', 2**30)} GiB{memory_of}",
     ]

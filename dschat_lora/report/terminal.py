@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Where the text of a log's line begins, after the name of what it tells.
 _TEXT_COLUMN = 15
 _MOST_INDENT = 32  # of the further lines of a text
+_MOST_SHOWN = 1000  # characters of a prompt or an answer
 # How messages name it, beside files.
 STDOUT = Path("standard output")
 
@@ -228,10 +229,14 @@ def wrapped(text: str, width: int = 80) -> str:
 
 
 def sample_lines(label: str, prompt: str, answer: str) -> str:
-    """A prompt and an answer to it in lines of a log, as people wrote them but for empty lines."""
+    """A prompt and an answer to it in lines of a log, as people wrote them but for empty lines.
+
+    Long ones are cut, and words that are wider than a terminal are divided.
+    """
     shown = []
     for name, text in ((f"  {label}", as_written(prompt)), ("            ->", answer.strip())):
-        lines = filter(str.strip, text.splitlines())
+        text = harmless(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ...")
+        lines = filter(str.strip, re.sub(r"(\S{60})(?=\S)", r"\1\n", text).splitlines())
         shown.append(f"{name:<{_TEXT_COLUMN}}" + f"\n{'':<{_TEXT_COLUMN}}".join(lines))
     return "\n".join(shown)
 

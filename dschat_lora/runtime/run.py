@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from dschat_lora.engine.process_group import init_distributed, shutdown
 from dschat_lora.report.log import RunLog, Sink
 from dschat_lora.report.record import RunRecord, circumstances
 from dschat_lora.report.terminal import error_message
+from dschat_lora.report.texts import clock
 from dschat_lora.runtime.caller import NOBODY, Caller, Observer
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import options_with_code, resumes_in_place
@@ -188,10 +190,8 @@ def open_files(
         record.update({"world_size": world_size(), "config": flatten(config)})
         if directory is not None:
             passing = caller.in_python and flatten(config).get("output_dir") is None
-            hint = (
-                " (temporary, deleted when Python exits; output_dir= keeps it)" if passing else ""
-            )
-            log.say(f"output: {directory}{hint}")
+            hint = "; temporary, deleted when Python exits; output_dir= keeps it" if passing else ""
+            log.say(f"output: {directory} (started {_now()}{hint})")
         observers: list[Observer] = []
         if active and directory is not None:
             observers = [load(path)(directory, log) for path in provided("observer").values()]
@@ -200,10 +200,17 @@ def open_files(
         failure_detection.on_loss(lambda words: _recovery_message(run, words))
         with run.closing:
             yield run
+        if directory is not None:
+            log.say(f"finished {_now()} after {clock(log.position['seconds'])}")
         on_rank_zero(log.sync)
     record.update({"status": "finished"})
     on_rank_zero(record.check)
     run.tell_end()
+
+
+def _now() -> str:
+    """Date and time here, for a person."""
+    return time.strftime("%Y-%m-%d %H:%M")
 
 
 @contextmanager

@@ -279,9 +279,11 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
         if config.data.is_mixture
         else None,
     )
-    log, capacity, kind = setup.run.log, config.max_row_tokens, "rows"
+    log, capacity = setup.run.log, config.max_row_tokens
+    units = counted(loader.rows_per_step, "row")
     if budget is not None:
-        kind = f"x {budget.tokens:,} tokens, {budget.fill(rows, counts):.1%} full"
+        full = budget.fill(rows, counts)
+        units = f"{loader.rows_per_step} x {budget.tokens:,} tokens, {full:.1%} full"
     elif batch_layout.packing:
         share = fill(rows, counts.tokens, capacity)
         log.say(
@@ -290,7 +292,7 @@ def train_loader(setup: SupervisedSetup, samples: Samples, batch_layout: BatchLa
     steps = loader.steps_per_epoch
     flops = epoch_flops(setup, counts).model / max(1, steps)
     log.say(
-        f"  steps        {steps:,} an epoch, of up to {loader.rows_per_step} {kind}: about "
+        f"  steps        {steps:,} an epoch, of up to {units}: about "
         f"{counted(round(len(counts.tokens) / max(1, steps)), 'sample')}, "
         f"{counted(round(counts.tokens.sum() / max(1, steps)), 'token')}"
         f"{f' and {operations(flops)}' if flops else ''} each"

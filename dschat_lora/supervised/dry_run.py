@@ -40,9 +40,10 @@ def show_plan(setup: SupervisedSetup, collator: Callable[[int], Collator] = Samp
         peak = device_peak(here, dtype)
         rate = peak or measured_peak(here, dtype, size=size, rounds=rounds)
         run.log.say(
-            f"  time         {duration(flops / rate / 1e12)} or more for {schedule.num_steps:,} "
-            f"steps: {operations(flops)} per device at {rate:.3g} TFLOP/s, the "
-            f"{'data sheet' if peak else 'measured'} rate of matrix products"
+            f"  time         {duration(flops / rate / 1e12)} or more for "
+            f"{counted(schedule.num_steps, 'step')}: {operations(flops)} per device at "
+            f"{rate:.3g} TFLOP/s, the {'data sheet' if peak else 'measured'} rate of matrix "
+            "products"
         )
     elif loader.counts is None:
         run.log.say(

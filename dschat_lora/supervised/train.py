@@ -20,7 +20,7 @@ from dschat_lora.lora.rates import capacity_warnings, length_warning
 from dschat_lora.models.backbone import BackboneModel
 from dschat_lora.models.loading import Tokenizer
 from dschat_lora.perf.shape import describe as describe_shape
-from dschat_lora.perf.throughput import Flops, Meter, StepCounts, device_peak
+from dschat_lora.perf.throughput import Flops, Meter, StepCounts, device_peak, memory_of
 from dschat_lora.report.log import summary_lines
 from dschat_lora.runtime.checkpointer import Checkpointer, Stateful
 from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
@@ -244,7 +244,7 @@ def finish(
     run.record.update({"results": results})
     summary = meter.summary()
     if summary["steps"]:  # none where a run is resumed at its end
-        for line in summary_lines(summary):
+        for line in summary_lines(summary, memory_of=memory_of(device())):
             run.log.say(line)
         run.record.update({"throughput": summary})
     engine.eval()
@@ -262,9 +262,9 @@ def finish(
     if report is not None:
         run.record.update({"merge": vars(report)})
         run.log.say(
-            f"model written to {run.directory / 'model'}: against the trained one, largest logit "
-            f"difference {report.max_abs_logit:.2g}, KL {report.kl_nats_per_token:.2g} nats per "
-            "token"
+            f"model written to {run.directory / 'model'}; checked: its logits differ from the "
+            f"trained model's by at most {report.max_abs_logit:.2g}, KL "
+            f"{report.kl_nats_per_token:.2g} nats per token"
         )
     say_next_steps(run, has_pairs=setup.data.audit.rows_by_type.keys() == {"preference"})
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pydoc
+import re
 import runpy
 import signal
 import subprocess
@@ -385,7 +386,9 @@ def test_what_is_said_and_left_behind(sft, capsys, monkeypatch):
     before, hook = dict(os.environ), sys.excepthook
     run = dl.sft(data=ROWS, **{**SHORT, "quiet": False})
     out = capsys.readouterr().out
-    assert f"output: {run.path} (temporary, deleted when Python exits; output_dir= keeps it)" in out
+    assert f"output: {run.path} (started 20" in out
+    assert "; temporary, deleted when Python exits; output_dir= keeps it)\n" in out
+    assert re.search(r"finished 20\S+ \S+ after 0:00:\d\d\n", out)
     assert "data: python:data" in out
     assert "dschat-lora" not in out  # commands are no help here
     assert dict(os.environ) == before

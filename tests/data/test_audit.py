@@ -105,7 +105,7 @@ def test_the_borders_of_doubt_are_not_warned_about(changes):
 def test_the_table_shows_the_counts():
     assert make().lines() == [
         "rows         90 preference, 20 text; 2 bad (1 empty)",
-        "repeated     5 duplicates; 1 of train in eval, kept out of training",
+        "repeated     5 duplicates, trained on; copies of held-out rows, left out: 1",
         "train        100 rows, 96 samples, 4,000 tokens",
         "eval         10 rows, 9 samples",
         "length       min 3, p50 40, max 1,200 tokens",
@@ -115,6 +115,9 @@ def test_the_table_shows_the_counts():
         "bad row      f:3: `text` is empty",
         "bad row      f:9: not valid JSON",
     ]
+    assert make(train_rows=20, data_part="part 1 of --data_split 2,8,0").lines()[2] == (
+        "train        20 of 100 rows (part 1 of --data_split 2,8,0), 96 samples, 4,000 tokens"
+    )
 
 
 def test_the_table_of_a_stream_says_which_rows_it_counts():

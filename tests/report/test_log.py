@@ -143,13 +143,15 @@ def test_lines_for_a_person_are_not_wrapped_in_a_pipe(tmp_path, capsys):
 
 def test_a_steps_line_shows_what_a_person_watches_and_more_if_asked():
     assert train_line(3, 120, TRAIN, left=234.4) == (
-        "step   3/120  loss 1.2500  lr 5.00e-04  1,234 tok/s  0:03:54 left"
+        "step   3/120  loss 1.2500  lr 1.00e-03  LoRA 5.00e-04  1,234 tok/s  0:03:54 left"
     )
     assert train_line(3, 120, TRAIN | {"mfu": 0.123}, left=234.4, verbose=True) == (
-        "step   3/120  loss 1.2500  lr 5.00e-04  grad 0.5  2.00 s  0.25 TFLOPs  MFU 12.3%  "
-        "1,234 tok/s  0:03:54 left"
+        "step   3/120  loss 1.2500  lr 1.00e-03  LoRA 5.00e-04  grad 0.5  2.00 s  0.25 TFLOPs  "
+        "MFU 12.3%  1,234 tok/s  0:03:54 left"
     )
-    assert "lr 1.00e-03" in train_line(1, 1, TRAIN | {"lora_learning_rate": None}, left=0)
+    for rate in (None, 1e-3):
+        line = train_line(1, 1, TRAIN | {"lora_learning_rate": rate}, left=0)
+        assert "  lr 1.00e-03  1,234 tok/s" in line
     unknown = {"step_seconds": None, "tokens_per_second": None, "tflops_per_device": None}
     assert "nan s  0 TFLOPs" in train_line(1, 1, TRAIN | unknown, left=0, verbose=True)
 
@@ -179,9 +181,10 @@ def test_eval_line_shows_perplexity_and_what_it_is_over():
 
 def test_summary_shows_a_dash_for_what_was_not_measured():
     metrics = {"steps": 0, "warmup_steps": 1, "peak_memory_bytes": 2**31}
-    text = " ".join(summary_lines(metrics))
+    text = " ".join(summary_lines(metrics, memory_of=" (all)"))
+    assert "speed, without the first step: - s a step" in text
     assert "- real tokens/s" in text
-    assert "peak memory 2 GiB" in text
+    assert text.endswith("peak memory 2 GiB (all)")
 
 
 # ---------------------------------------------------------------------------- runs that go on

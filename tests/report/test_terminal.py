@@ -54,3 +54,6 @@ def test_a_prompt_and_its_answer_are_shown_as_they_were_written():
         "            -> def f():",
         "                   pass",
     ]
+    *_, wide, rest = terminal.sample_lines("before", "Hi", "a" * 65).splitlines()
+    assert (wide, rest) == (f"            -> {'a' * 60}", f"{'':15}{'a' * 5}")
+    assert terminal.sample_lines("before", "Hi", "word " * 999).endswith("word  ...")

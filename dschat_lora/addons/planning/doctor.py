@@ -104,7 +104,8 @@ def versions() -> Iterator[Finding]:
     if not wrong:
         main = ("torch", "deepspeed", "transformers", "datasets")
         listed = ", ".join(f"{name} {version(name)}" for name in main)
-        yield Finding("versions", "ok", f"Python {own}, {listed}; all {len(needed)} as declared")
+        words = f"Python {own}, {listed}; all {len(needed)} required packages as declared"
+        yield Finding("versions", "ok", words)
 
 
 def _version(wanted: Requirement) -> Finding | None:

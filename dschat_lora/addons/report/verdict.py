@@ -104,7 +104,7 @@ def what_was_trained(run: RunData) -> str:
         parts.append(counted(round(iterations), "iteration"))
     parts.append(counted(round(run.steps), "optimizer step"))
     if epochs := run.greatest("epoch"):
-        parts.append(f"{epochs:.3g} epochs")
+        parts.append(f"{epochs:.3g} epoch{'s' * (epochs != 1)}")
     return ", ".join(parts)
 
 

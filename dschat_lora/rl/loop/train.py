@@ -20,7 +20,7 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import length_warning
-from dschat_lora.perf.throughput import device_peak, peak_memory_bytes
+from dschat_lora.perf.throughput import device_peak, memory_of, peak_memory_bytes
 from dschat_lora.rl.draw.engine import Drawing
 from dschat_lora.rl.draw.generator import BrokenWeightsError
 from dschat_lora.rl.learn.engines import Engines
@@ -241,8 +241,8 @@ def finish(trainer: RlhfTrainer, results: dict[str, float]) -> None:
         mfu = "" if peak is None else f", MFU {tflops / peak:.1%}"
         memory = peak_memory_bytes(device()) / 2**30
         run.log.say(
-            f"per device: {tflops or math.nan:.3g} TFLOPs (model){mfu}, "
-            f"peak memory {memory:.3g} GiB"
+            f"per device: {tflops or math.nan:.3g} TFLOPs{mfu}, "
+            f"peak memory {memory:.3g} GiB{memory_of(device())}"
         )
     trainer.engines.eval()
     assert run.directory is not None, "a dry run has no end"

@@ -172,8 +172,9 @@ def with_whole_steps(config: RlhfConfig, inputs: Inputs) -> RlhfConfig:
     if wanted > batch.responses:
         times = -(-wanted // batch.per_device_generation_batch_size)
         say_once(
-            f"  note         --generation_batches {times}: an optimizer step uses "
-            f"{wanted * shares} responses of the same policy"
+            f"  note         --generation_batches is raised from {batch.generation_batches} to "
+            f"{times}: an optimizer step takes {wanted * shares} responses, and a generation "
+            f"batch gives {batch.per_device_generation_batch_size * shares}"
         )
         batch = replace(batch, generation_batches=times)
     if batch.max_num_seqs != "auto":  # no room for others is kept
