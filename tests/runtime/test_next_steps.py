@@ -39,6 +39,16 @@ READ = "--data_path 'b c.jsonl' --columns chosen=good rejected=bad --data_split 
                 f"rlhf --actor_model_name_or_path out/sft {PPO} {READ}",
             ],
         ),
+        (
+            "reward",
+            "--model_name_or_path facebook/opt-350m",
+            True,
+            "adapter",
+            [
+                "chat OUTPUT_OF_SFT --reward 'out/my run'",
+                f"rlhf --actor_model_name_or_path OUTPUT_OF_SFT {PPO}",
+            ],
+        ),
         # The bundled base, whatever lies in output/sft.
         ("reward", "", True, "model", ["chat base --reward 'out/my run'", f"rlhf {PPO}"]),
         ("rlhf", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
@@ -56,6 +66,8 @@ def test_commands_fit_what_the_run_read_and_wrote(
     monkeypatch.chdir(tmp_path)
     for name in written.split():
         (HOME / name).mkdir(parents=True)
+    Path("out/sft").mkdir()
+    Path("out/sft/run.json").touch()
     config = parse_config(STAGES.get(stage, STAGES["sft"]).config, shlex.split(argv))
     commands = next_commands(stage, config, HOME, has_pairs=has_pairs)
     assert commands == [f"dschat-lora {each}" for each in expected]

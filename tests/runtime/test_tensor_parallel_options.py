@@ -300,7 +300,10 @@ def test_responses_of_an_iteration_count_processes_of_one_model_once(processes, 
     processes(4)
     options = ("--actor_lora_dim", 4, "--tensor_parallel_size", 2)
     step3(*options, "--gradient_accumulation_steps", 2)
-    assert "--generation_batches 2: an optimizer step uses 64 responses" in capsys.readouterr().out
+    assert (
+        "--generation_batches is raised from 1 to 2: an optimizer step takes 64 responses, and a "
+        "generation batch gives 32"
+    ) in capsys.readouterr().out
     options += ("--generation_batches", 1)
     horizon = ("--adaptive_kl_target", 1, "--kl_horizon", 7)
     assert step3(*options, *horizon).ppo.kl_horizon == 7  # 5 x 7 is more than 32 responses

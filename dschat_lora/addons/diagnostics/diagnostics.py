@@ -17,6 +17,8 @@ RATIO_TOLERANCE = {"fp32": 1e-6, "bf16": 0.05, "fp16": 0.01}
 # Divergence of sampler and policy in nats per token, and share of tokens without weight, that are
 # worth a warning.
 MISMATCH_TOLERANCE, MASKED_TOLERANCE = 0.01, 0.2
+# Share of responses that are cut off of which most cannot be right.
+MOST_CUT_OFF = 0.7
 # Mean length of responses by that of the first window, up or down, that is a drift.
 LENGTH_DRIFT = 2
 # Standard errors of a difference that are a fall, where nothing else is compared.
@@ -72,9 +74,11 @@ class Diagnostics:
             "kl_budget": self._kl_budget(),
         }
         if len(self.latest) == WINDOW:
+            eos = self._eos()
             failures |= {
                 "kl": self._negative_kl(),
-                "eos": self._eos(),
+                "eos": eos,
+                "cut": None if eos else self._cut_off(),
                 # Where rewards are not learnt from, both become the reference's.
                 "length": self._length() if self.learns_from_rewards else None,
                 "entropy": self._entropy() if self.learns_from_rewards else None,
@@ -197,6 +201,15 @@ class Diagnostics:
             f"only {after:.0%} of the responses end with a stop token, {before:.0%} did at the "
             "start: the policy is unlearning to stop; raise --kl_coef or --missing_eos_penalty, "
             "or --max_answer_seq_len if answers need more tokens"
+        )
+
+    def _cut_off(self) -> str | None:
+        ended = self._mean(self.latest, "eos_rate")
+        if ended is None or ended > 1 - MOST_CUT_OFF:
+            return None
+        return (
+            f"{1 - ended:.0%} of the last responses are cut off: raise --max_answer_seq_len, or "
+            "--missing_eos_penalty if answers should be short"
         )
 
     def _length(self) -> str | None:

@@ -189,7 +189,8 @@ def _of_training(run: RunData) -> list[str]:
             "lower the learning rate, or use --dtype bf16"
         )
     cut = [number(line.get("truncated_fraction")) for line in run.train[-5:]]
-    if cut and (share := sum(cut) / len(cut)) > 0.3:
+    warned = any("responses are cut off" in str(line.get("message")) for line in run.events)
+    if cut and not warned and (share := sum(cut) / len(cut)) > 0.3:
         doubts.append(
             f"{share:.0%} of the last responses are cut off: raise --max_answer_seq_len, or "
             "--missing_eos_penalty if answers should be short"

@@ -160,9 +160,9 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
     """Say how long the run is, and what is doubtful about that."""
     source, optim, batch = schedule.source, config.optim, config.batch
     prompts = source.size(0)
-    responses = counted(prompts * schedule.num_generations, "response")
+    responses, step = prompts * schedule.num_generations, schedule.rows_per_step
     say(
-        f"  iterations   {schedule.num_iterations:,} of {responses} to "
+        f"  iterations   {schedule.num_iterations:,} of {counted(responses, 'response')} to "
         f"{counted(prompts, 'prompt')}, {counted(schedule.steps_of(0), 'optimizer step')} each; "
         f"{counted(schedule.num_steps, 'step')} in all"
     )
@@ -171,6 +171,12 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
         return replace(schedule, rows_per_step=rows * times * data_world_size()).steps_per_epoch
 
     warnings = [length_warning(optim, schedule.num_steps)]
+    if responses > step and responses % step:
+        warnings.append(
+            f"the last optimizer step on the {responses} responses of an iteration has only "
+            f"{responses % step}, where others have {step} (--per_device_training_batch_size, "
+            "--gradient_accumulation_steps)"
+        )
     if not (optim.max_steps or batch.tokens_per_device):
         sizes = source.sizes(source.iterations_per_epoch).items()
         warnings.append(

@@ -57,6 +57,7 @@ def test_a_healthy_run_is_not_warned():
 CASES = {
     "negative divergence": ({}, {"kl": -0.5}, "divergence from the reference is negative", 4),
     "forgotten ends": ({}, {"eos_rate": 0.1}, "responses end with a stop token", 3),
+    "cut off": ({"eos_rate": 0.35}, {"eos_rate": 0.2}, "71% of the last responses are cut off", 2),
     "collapsed entropy": ({}, {"entropy": 0.1}, "entropy has collapsed", 5),
     "longer responses": ({}, {"response_length": 30.0}, "have become longer by a factor of 2.2", 3),
     "shorter responses": ({}, {"response_length": 2.0}, "shorter by a factor of 2.8", 4),
@@ -113,10 +114,11 @@ def test_passes_may_differ_by_what_rounding_does(figure, dtype, allowed, much, w
         # what is nearly nothing is rounding
         (EXACT | {"kl": -0.9e-4}, EXACT | {"kl": -0.9e-4}, 0),
         (EXACT | {"kl": -1.1e-4}, EXACT | {"kl": -1.1e-4}, 1),
-        # ends that were rare from the start
-        ({"eos_rate": 0.19}, {"eos_rate": 0.0}, 0),
-        ({"eos_rate": 0.2}, {"eos_rate": 0.11}, 0),
-        ({"eos_rate": 0.2}, {"eos_rate": 0.1}, 1),
+        # ends that were rare from the start, as the first warning says
+        ({"eos_rate": 0.19}, {"eos_rate": 0.0}, 1),
+        ({"eos_rate": 0.2}, {"eos_rate": 0.11}, 1),
+        ({"eos_rate": 0.2}, {"eos_rate": 0.1}, 2),
+        ({"eos_rate": 0.31}, {"eos_rate": 0.31}, 0),
         # entropy that never was there, that fell by less, and that is no number
         ({"entropy": 0.0}, {"entropy": 0.0}, 0),
         ({}, {"entropy": 0.21}, 0),

@@ -98,6 +98,14 @@ def test_a_finished_run_is_judged_by_its_first_and_its_last_evaluation(status, p
             "50% of the last responses are cut off: raise --max_answer_seq_len",
         ),
         (
+            RunData(
+                "rlhf",
+                train=[{"step": 1, "truncated_fraction": 0.9}],
+                events=[{"step": 1, "message": "80% of the last responses are cut off: raise"}],
+            ),
+            "80% of the last responses are cut off: raise",
+        ),
+        (
             RunData("sft", {"data": {"audit": {"train_rows": 10, "eval_samples": 0}}}),
             "No row is held out",
         ),
@@ -107,8 +115,9 @@ def test_a_finished_run_is_judged_by_its_first_and_its_last_evaluation(status, p
         ),
     ],
 )
-def test_what_looks_wrong_is_said(run, text):
-    assert any(each.startswith(text) for each, _ in doubts(run))
+def test_what_looks_wrong_is_said_once(run, text):
+    (said,) = (each for each, _ in doubts(run))
+    assert said.startswith(text)
 
 
 def test_a_sound_run_raises_no_doubt():
