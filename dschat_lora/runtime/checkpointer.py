@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -28,7 +29,14 @@ from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.config.staging import check_place, staged_directory
 from dschat_lora.data.digests import DataIdentity
-from dschat_lora.engine.distributed import broadcast_string, max_over_ranks, on_rank_zero, rank
+from dschat_lora.engine.distributed import (
+    broadcast_string,
+    max_over_ranks,
+    on_rank_zero,
+    rank,
+    world_size,
+)
+from dschat_lora.engine.rendezvous import is_one_host
 from dschat_lora.engine.state import EngineState
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.terminal import error_message
@@ -307,12 +315,21 @@ def state_to_keep(
 
 
 def how_to_go_on(run: "OpenRun[Resumable]") -> str:
-    """The options, or arguments in Python, that go on with a run whose state is saved."""
+    """The command, or arguments in Python, that go on with a run whose state is saved."""
     if run.caller.in_python:
         return f'resume with: output_dir={str(run.directory)!r}, resume="latest"'
     code = command_line(options_with_code(type(run.config), flatten(run.config)))
     resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")
-    return f"resume with: {shlex.join([*resumed, *code])}"
+    return f"resume with: {shlex.join([*_started_by(run.stage), *resumed, *code])}"
+
+
+def _started_by(stage: str) -> list[str]:
+    """The first words of the command that started this process and others of its host."""
+    script, several = sys.argv[0], world_size() > 1
+    processes = ["--num_gpus", str(world_size())] if several and is_one_host() else []
+    if Path(script).name != "main.py":
+        return ["dschat-lora", stage, *processes]
+    return [*(["deepspeed", *processes] if several else ["python"]), script]
 
 
 def end_by_signal(run: "OpenRun[Resumable]", number: int, step: int) -> NoReturn:

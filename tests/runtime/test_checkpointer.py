@@ -131,6 +131,7 @@ def made(
             interrupts=Interrupts(),
             closing=closing,
             caller=NOBODY,
+            stage="sft",
         )
         checkpointer = Checkpointer(
             run,
@@ -273,7 +274,7 @@ def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, cap
     assert saver.saved == [2]
     assert saver.waits == 2  # before, and for what was saved
     assert capsys.readouterr().out == (
-        "stopped by SIGTERM after step 2; resume with: --output_dir out "
+        "stopped by SIGTERM after step 2; resume with: dschat-lora sft --output_dir out "
         "--resume_from_checkpoint latest\n"
     )
     assert checkpointer.run.record._content["status"] == "interrupted by SIGTERM at step 2"

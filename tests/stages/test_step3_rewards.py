@@ -89,7 +89,7 @@ def test_a_function_that_fails_ends_the_run_with_its_traceback_and_the_last_iter
     assert 'raise KeyError("the server is gone")' in runs.broken.err
     assert "stopped by a reward function that failed after step" in runs.broken.out
     assert (
-        "resume with: --output_dir out --resume_from_checkpoint latest --reward_function "
+        "/main.py --output_dir out --resume_from_checkpoint latest --reward_function "
         "my_rewards:even my_rewards:short"
     ) in runs.broken.out
     trained = {row["iteration"] for row in runs.rows}

@@ -175,7 +175,7 @@ def test_a_run_that_is_told_to_stop_saves_its_state(glue_run, monkeypatch, tmp_p
     with pytest.raises(SystemExit) as ended:
         glue_run(out, "rte", *LORA, "--max_steps", "9", "--save_strategy", "epoch")
     assert ended.value.code == 128 + signal.SIGTERM
-    words = f"resume with: --output_dir {out} --resume_from_checkpoint latest"
+    words = f"resume with: dschat-lora glue --output_dir {out} --resume_from_checkpoint latest"
     assert f"stopped by SIGTERM after step 2; {words}\n" in capsys.readouterr().out
     record = json.loads((out / "run.json").read_text("utf-8"))
     assert record["status"] == "interrupted by SIGTERM at step 2"

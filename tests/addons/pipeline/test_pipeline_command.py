@@ -67,7 +67,8 @@ def test_stopped_in_a_stage_it_goes_on_to_the_end_and_then_has_nothing_to_do(
     said, error = (text.decode() for text in running.communicate(timeout=60))
     done = len(steps_of(out, "sft"))
     assert running.returncode == 143, error
-    assert f"stopped by SIGTERM after step {done}; resume with: --output_dir out/sft" in said
+    how = "resume with: dschat-lora sft --output_dir out/sft"
+    assert f"stopped by SIGTERM after step {done}; {how}" in said
     assert error.splitlines()[-1] == (
         f"error: stopped by SIGTERM in the stage sft; resume with: dschat-lora {' '.join(words)}"
     )
