@@ -1,6 +1,6 @@
 """A pretrained model with its adapter, whole or as the empty shape of one."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from dschat_lora.checkpoint.adapter import load_adapter, lora_config_of
 from dschat_lora.checkpoint.score_class import HEAD
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.groups import LoraConfig, ModelConfig
+from dschat_lora.config.options import command_line
 from dschat_lora.config.roles import Task
 from dschat_lora.data.media import MediaReader
 from dschat_lora.lora.collectives import TensorGroup
@@ -19,7 +20,7 @@ from dschat_lora.lora.layers import is_quantized
 from dschat_lora.lora.model import adapter_parameters, apply_lora, lora_layers, with_expert_settings
 from dschat_lora.lora.names import is_inside
 from dschat_lora.lora.parallel import group_of
-from dschat_lora.lora.targets import adaptable_parts, expert_names
+from dschat_lora.lora.targets import adaptable_parts, choose_targets, expert_names
 from dschat_lora.models.causal_lm import balancing_loss
 from dschat_lora.models.composite import left_out_words
 from dschat_lora.models.fingerprint import weights_fingerprint
@@ -172,16 +173,20 @@ def check_targets(
     lora: LoraConfig,
     task: Task = "CAUSAL_LM",
     *,
+    given: Collection[str] = (),
     expert_learning_rate: float | None = None,
     group: TensorGroup | None = None,
 ) -> None:
     """Try the choice of layers on the empty shape of the model, before anything takes long.
 
+    Of an adapter that is continued, options that were ``given`` must choose its layers.
+
     Raises:
-        ValueError: if a choice matches nothing, experts have options and none is adapted, or the
-            model cannot be found.
+        ValueError: if a choice matches nothing or other layers than the adapter's, experts have
+            options and none is adapted, or the model cannot be found.
     """
-    if lora.lora_dim == 0 or source.adapter is not None:
+    rules = [name for name in ("lora_module_name", "target_modules") if name in given]
+    if lora.lora_dim == 0 or (source.adapter is not None and not rules):
         return
     model_config = load_config(source.base, config)
     if task == "CAUSAL_LM":
@@ -196,6 +201,18 @@ def check_targets(
             source.base, model_config, config, dtype=torch.float32, seed=0, meta=True, group=group
         )
     _load_rest(model, source, lora, meta=True)
+    if source.adapter is not None:
+        stored = source.planned or lora_config_of(source.adapter)
+        if choose_targets(model, lora) != choose_targets(model, stored):
+            assert source.adapter_config is not None
+            own = source.adapter_config.target_modules
+            raise ValueError(
+                f"{' '.join(command_line({rules[0]: getattr(lora, rules[0])}))} selects other "
+                f"layers than the adapter {source.adapter} has "
+                f"({own if isinstance(own, str) else ' '.join(own)}); drop the option to continue "
+                "training it, or merge it first (--merge_adapter) to train a new one on top"
+            )
+        return
     targets = apply_lora(model, lora, seed=0)
     _check_experts(model, targets, lora, expert_learning_rate)
 

@@ -200,6 +200,8 @@ def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
 def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str]) -> LoraConfig:
     """The settings of the adapter that ``--model_name_or_path`` continues, else as given.
 
+    Of options that name layers :func:`dschat_lora.models.build.check_targets` finds out.
+
     Raises:
         ValueError: where an option contradicts the adapter.
     """
@@ -222,18 +224,17 @@ def continued_lora(lora: LoraConfig, source: ModelSource, given: frozenset[str])
         "train_bias": adapter.bias,
         "enable_lora": adapter.enable_lora,
     }
-    for name, value in stored.items():
+    for name, value in {**stored, "modules_to_save": adapter.modules_to_save}.items():
         mine = getattr(lora, name)
         if name in given and mine != value:
-            if name == "enable_lora":
+            if isinstance(value, tuple):
                 mine, value = (" ".join(parts) or "nothing" for parts in (mine, value))
             raise ValueError(
                 f"--{name} is {mine!r}, but the adapter {source.adapter} has {value!r}; drop the "
                 "option to continue training it, or merge it first (--merge_adapter) to train a "
                 "new one on top"
             )
-    settled = {"lora_module_name", "target_modules", "modules_to_save"}
-    for name in sorted((settled | {"expert_lora_dim", "expert_lora_alpha"}) & given):
+    for name in sorted({"expert_lora_dim", "expert_lora_alpha"} & given):
         raise ValueError(f"--{name} is determined by the adapter {source.adapter}; drop the option")
     return replace(lora, **stored)
 

@@ -51,7 +51,7 @@ class RunDirectory:
         Where the user gave none, it is the first free one of output/NAME, output/NAME-2, ...
 
         Raises:
-            ValueError: if a living run writes to it.
+            ValueError: if it cannot be created, or a living run writes to it.
         """
         if given is None:
             for number in count(1):
@@ -64,7 +64,10 @@ class RunDirectory:
         for old in leftovers(path):
             if old.name not in _KEPT | spared:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--output_dir {path} cannot be created: {error.strerror}") from error
         return cls(path)
 
     @classmethod

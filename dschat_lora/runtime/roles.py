@@ -82,6 +82,7 @@ def check_layers(config: StageConfig, sources: Sources, group: TensorGroup | Non
                 role.model,
                 role.lora,
                 role.task,
+                given=role.typed(config.given),
                 expert_learning_rate=role.optim.expert_learning_rate,
                 group=group,
             )

@@ -13,6 +13,7 @@ from dschat_lora.models.build import build_causal_lm, check_balancing, check_tar
 from dschat_lora.models.loading import load_config, load_tokenizer, stored_dropouts
 from dschat_lora.models.source import ModelSource, find_model
 from fakecuda.captured import tiny
+from helpers.step1 import write_adapter_config
 
 SOURCE = find_model(None)
 
@@ -98,6 +99,18 @@ def test_options_of_experts_are_refused_where_none_is_adapted(mixture, options, 
         check_targets(mixture, ModelConfig(), few, expert_learning_rate=rate)
     with pytest.raises(ValueError, match=f"^{named} is for mixtures of experts"):
         check_targets(SOURCE, ModelConfig(), lora, expert_learning_rate=rate)
+
+
+def test_options_that_select_other_layers_than_those_of_a_continued_adapter_are_refused(tmp_path):
+    source = find_model(str(write_adapter_config(tmp_path / "adapter")))
+    source = replace(source, planned=LoraConfig(lora_dim=4, target_modules=("q_proj",)))
+    for rule in ({"target_modules": ("q_proj",)}, {"lora_module_name": ".q_"}):
+        check_targets(source, ModelConfig(), LoraConfig(lora_dim=4, **rule), given=rule)
+    every = LoraConfig(lora_dim=4)
+    check_targets(source, ModelConfig(), every)
+    words = "--target_modules all-linear selects other layers than the adapter .* has \\(q_proj\\);"
+    with pytest.raises(ValueError, match=words):
+        check_targets(source, ModelConfig(), every, given={"target_modules"})
 
 
 def test_balancing_a_model_without_experts_is_refused_before_its_weights_are_read(mixture):

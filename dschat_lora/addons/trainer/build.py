@@ -225,7 +225,7 @@ def _build(config: TrainerConfig, source: ModelSource) -> TrainerParts:
         raise_together(lambda: check_compiler(device(), FLEX_ATTENTION))
     check_same_models({"": source})
     group = tensor_group(config.parallel)
-    check_targets(source, config.model, config.lora, group=group)
+    check_targets(source, config.model, config.lora, given=config.given, group=group)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     settings = engine_settings(
         config,
