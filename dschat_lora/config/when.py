@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dschat_lora.config.options import StageOptions
 
-_AT_NO_TIME = {NEVER: " here: see --help", ELSEWHERE: " in this stage"}
+_AT_NO_TIME = {NEVER: " here", ELSEWHERE: " in this stage"}
 _OFF = (None, False, 0, "", (), "none")
 _TERM = re.compile(r"(not )?(\w+)(?:([=>])(\S+))?")
 
@@ -46,14 +46,20 @@ def base_rate_note(value: Callable[[str], Any]) -> str:
 def without_effect(config: "StageOptions") -> list[str]:
     """A message for each option that was given and changes nothing, as its ``when`` says.
 
-    One that is off, as by default, is passed over.
+    One is for all that no stage uses. An option that is off, as by default, is passed over.
     """
     values, options = flatten(config), option_fields(type(config))
 
     def is_off(name: str) -> bool:  # an empty list is not: a check may have emptied it
         return values[name] in _OFF and options[name][0].default in _OFF
 
-    return [m for name, m in messages(config) if m and name in config.given and not is_off(name)]
+    given = [(n, m) for n, m in messages(config) if m and n in config.given and not is_off(n)]
+    never = [name for name, _ in given if NEVER in options[name][0].metadata["when"]]
+    said = [message for name, message in given if name not in never]
+    if never:
+        names = ", ".join(f"--{name}" for name in never)
+        said.append(f"accepted without effect: {names} (--help compatibility says why)")
+    return said
 
 
 def messages(config: "DataclassInstance") -> Iterator[tuple[str, str]]:

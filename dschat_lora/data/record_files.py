@@ -21,6 +21,7 @@ from dschat_lora.data.rows import (
     DataKind,
     EmptyRowError,
     RowOptions,
+    at_bad_row,
     is_learnt,
     parse_row,
     require_usable,
@@ -158,7 +159,7 @@ class RowReader:
             return records, group
         except RowError as error:
             if not self.skips:
-                raise
+                raise at_bad_row(error) from None
             counts.bad += 1
             counts.empty += isinstance(error, EmptyRowError)
             counts.examples += [str(error)] * (len(counts.examples) < MAX_EXAMPLES)

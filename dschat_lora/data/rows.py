@@ -115,12 +115,24 @@ def check_sources(
             for raw in islice(iter_file(file), seen):
                 rows += 1
                 if config.bad_rows == "stop":
-                    require_usable(parse_row(raw, options), wanted, options)
+                    _check_row(raw, wanted, options)
             if not rows:
                 raise ValueError(f"--{source.option} {source.entry}: {file} has no rows")
         if source.rows is not None and config.bad_rows == "stop":
             for raw in islice(iter_rows(source), CHECKED_ROWS):
-                require_usable(parse_row(raw, options), wanted, options)
+                _check_row(raw, wanted, options)
+
+
+def _check_row(raw: RawRow, kind: DataKind, options: RowOptions) -> None:
+    try:
+        require_usable(parse_row(raw, options), kind, options)
+    except RowError as error:
+        raise at_bad_row(error) from None
+
+
+def at_bad_row(error: RowError) -> RowError:
+    """The error where a row that cannot be used stops a run: it names what goes on without it."""
+    return type(error)(error.location, f"{error.reason}; --bad_rows skip leaves such rows out")
 
 
 def check_some_prompt_fits(config: DataConfig, tokenizer: str, kind: DataKind = "samples") -> None:

@@ -1,5 +1,6 @@
 """Sources of data sets: files, directories and patterns of them, a hub name, rows in memory."""
 
+import difflib
 import glob
 import os
 import re
@@ -116,14 +117,21 @@ def find_source(option: str, entry: str, split: str | None = None) -> DataSource
     if data_suffix(path) is None and HUB_NAME.fullmatch(entry) and not is_local:
         _check_one_split(label, own if colon else None, split)
         return DataSource(option, entry, (), split)
-    nearby = f"nor does the directory {path.parent}"
-    if path.parent.is_dir():
-        names = sorted(child.name for child in path.parent.iterdir() if data_suffix(child))
-        nearby = f"in {path.parent}: {', '.join(names[:5]) or 'no data file'}"
     raise ValueError(
-        f"{label} does not exist ({nearby}); give a file ({data_files()}), a directory of "
+        f"{label} does not exist ({_nearby(path)}); give a file ({data_files()}), a directory of "
         "them, a pattern such as 'data/*.jsonl', or a hub name such as org/name"
     )
+
+
+def _nearby(path: Path) -> str:
+    """What is where a missing file was looked for."""
+    if not path.parent.is_dir():
+        return f"nor does the directory {path.parent}"
+    names = sorted(child.name for child in path.parent.iterdir() if data_suffix(child))
+    stems = {name.partition(".")[0]: name for name in names}
+    close = difflib.get_close_matches(path.name.partition(".")[0], stems, 1, 0.75)
+    meant = f"did you mean {path.with_name(stems[close[0]])}? " if close else ""
+    return f"{meant}in {path.parent}: {', '.join(names[:5]) or 'no data file'}"
 
 
 def _checked_file(label: str, path: Path, split: str | None) -> Path:

@@ -331,7 +331,7 @@ def hub_errors(option: str, name: str, what: str) -> Iterator[None]:
             raise
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         if "couldn't connect to" in reason:
-            reason = "it is not on this machine, and the hub cannot be reached; give a directory"
+            reason = "there is no directory of this name, and the hub cannot be reached"
         if "ignore_mismatched_sizes" in reason:
             reason = "its config.json describes weights of other shapes than its files hold"
         raise ValueError(f"{option} {name}: its {what} cannot be loaded: {reason}") from error

@@ -100,6 +100,8 @@ def find_model(name: str | None) -> ModelSource:
     is_near_a_path = len(path.parts) > 1 and (path.parent.is_dir() or path.parts[0] == "output")
     if path.exists() or file is not None or not HUB_NAME.fullmatch(name) or is_near_a_path:
         state = "is a file" if path.is_file() else "does not exist"
+        if not path.exists() and HUB_NAME.fullmatch(name) and path.parent.is_dir():
+            state += f" in {path.parent}/ (a hub name cannot begin with a directory that is here)"
         files = "".join(f"{load(each).named}, " for each in provided("base_file").values())
         raise ValueError(
             f"--model_name_or_path {name} {state}; give a hub name, a model directory, {files}or "

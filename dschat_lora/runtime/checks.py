@@ -183,10 +183,12 @@ def check_task(source: ModelSource, tasks: tuple[str, ...]) -> None:
         task = "CAUSAL_LM"
     name = source.adapter or source.base
     if task is not None and task not in tasks:
-        kinds = " or ".join(tasks)
+        kinds = {"CAUSAL_LM": "a language model", "SEQ_CLS": "a reward model"}
         raise ValueError(
-            f"--model_name_or_path {name} is a {task} model, but this needs {kinds} (SEQ_CLS is a "
-            "reward model, CAUSAL_LM a language model)"
+            f"--model_name_or_path {name} is {kinds.get(task, f'a {task} model')}, but this needs "
+            f"{' or '.join(kinds[each] for each in tasks)}"
+            + ", the output of step 2"
+            * (tasks == ("SEQ_CLS",))
         )
     if task == "SEQ_CLS" and source.adapter is not None and not is_checkpoint(source.adapter):
         tensors = safetensors_header(source.adapter / WEIGHTS_FILE)

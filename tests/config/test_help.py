@@ -38,6 +38,7 @@ COMMANDS = (
 )
 KNOWN = {each: {*option_names(each), *option_aliases(each)} for each in COMMANDS}
 TRAINERS = {
+    "DeepSpeed-Chat",
     "TRL",
     "PEFT",
     "transformers",

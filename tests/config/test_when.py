@@ -107,7 +107,7 @@ class Animal:
         ("--bite 2", []),
         ("--bite 2 --no-wild", ["--bite has no effect without --size and with --no-wild"]),
         ("--bark 2 --no-wild --tame", ["--bark has no effect with --no-wild and with --tame"]),
-        ("--gills", ["--gills has no effect here: see --help"]),
+        ("--gills", ["accepted without effect: --gills (--help compatibility says why)"]),
         ("--no-gills", []),
         ("--tail 4", []),
         ("--tail 3", ["--tail 3 has no effect: it is odd"]),
@@ -115,7 +115,7 @@ class Animal:
             "--gills --stripes 1",
             [
                 "--stripes has no effect without --kind zebra or okapi",
-                "--gills has no effect here: see --help",
+                "accepted without effect: --gills (--help compatibility says why)",
             ],
         ),
     ],

@@ -183,8 +183,9 @@ def test_a_name_that_is_no_path_is_a_hub_name(tmp_path, monkeypatch):
     [
         (
             "trian.jsonl",
-            f"trian.jsonl does not exist (in .: train.jsonl); give a file ({KINDS}), a directory "
-            "of them, a pattern such as 'data/*.jsonl', or a hub name such as org/name",
+            "trian.jsonl does not exist (did you mean train.jsonl? in .: train.jsonl); give a file "
+            f"({KINDS}), a directory of them, a pattern such as 'data/*.jsonl', or a hub name such "
+            "as org/name",
         ),
         (
             "data/train.jsonl",
@@ -222,7 +223,8 @@ def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
         check_sources(DataConfig(eval_data_path=(str(path),)))
     assert str(error.value) == (
         f"{path}:1: row lacks 'completion'; it has ['answer', 'prompt']; a prompt alone has no "
-        "answer: name the text to train on 'completion' (--columns completion=COLUMN)"
+        "answer: name the text to train on 'completion' (--columns completion=COLUMN); "
+        "--bad_rows skip leaves such rows out"
     )
     check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
 
@@ -231,9 +233,9 @@ def test_a_row_with_images_is_refused_and_one_with_none_is_not(jsonl):
     path = jsonl([{**PAIR, "images": []}, {**PAIR, "images": ["a.png"]}])
     with pytest.raises(RowError) as error:
         check_sources(DataConfig(data_path=(str(path),)))
-    assert (
-        str(error.value)
-        == f"{path}:2: `images` is not empty; only text is trained on, without images"
+    assert str(error.value) == (
+        f"{path}:2: `images` is not empty; only text is trained on, without images; "
+        "--bad_rows skip leaves such rows out"
     )
     check_sources(DataConfig(data_path=(str(path),), bad_rows="skip"))
 

@@ -483,7 +483,7 @@ def test_reward_model_is_no_policy(home, command, reward, stage, part):
         stage, *LORA, "--model_name_or_path", f"output/reward/{part}", "--output_dir", "no", code=2
     )
     assert ended.err.count("\n") == 1
-    assert "SEQ_CLS" in ended.err
+    assert "is a reward model, but this needs a language model" in ended.err
     assert not (home / "no").exists()
 
 

@@ -521,7 +521,8 @@ def test_every_option_of_deepspeed_chat_is_known():
 def test_command_line_of_deepspeed_chat_runs(home, command):
     ended = command(*CLASSIC)
     assert [line["step"] for line in metrics(home / "classic", "train")] == [1]
+    (note,) = (line for line in ended.out.splitlines() if "accepted without effect" in line)
     for name in ("enable_hybrid_engine", "align_overflow", "offload_reward_model"):
-        assert f"--{name} has no effect here" in ended.out
+        assert f"--{name}" in note
     assert "--inference_tp_size 8 has no effect: rollouts run on the processes" in ended.out
     assert (home / "classic" / "actor_ema" / "adapter").is_dir()

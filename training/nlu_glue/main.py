@@ -1,4 +1,4 @@
-"""GLUE with transformers' Trainer: RoBERTa or DeBERTa-v2 with LoRA on query and value.
+r"""GLUE with transformers' Trainer: RoBERTa or DeBERTa-v2 with LoRA on query and value.
 
     torchrun --nproc_per_node 8 training/nlu_glue/main.py --model_name_or_path roberta-base \
         --task_name mnli --apply_lora --lora_r 8 --lora_alpha 16

@@ -1,4 +1,4 @@
-"""Step 3: PPO (or RLOO, GRPO) of an actor on its own responses, all roles on one frozen base.
+r"""Step 3: PPO (or RLOO, GRPO) of an actor on its own responses, all roles on one frozen base.
 
     deepspeed training/step3_rlhf/main.py --actor_model_name_or_path output/sft \
         --critic_model_name_or_path output/reward

@@ -88,7 +88,10 @@ def test_merged_model_is_scored_alike(verb, stock):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        ("--model_name_or_path sft --data_path pairs.jsonl", ["--model_name_or_path", "SEQ_CLS"]),
+        (
+            "--model_name_or_path sft --data_path pairs.jsonl",
+            ["--model_name_or_path", "reward model"],
+        ),
         ("--model_name_or_path {model} --data_path pairs.jsonl", ["--model_name_or_path"]),
         ("--model_name_or_path reward", ["--data_path"]),
         ("--data_path pairs.jsonl", ["--model_name_or_path"]),
