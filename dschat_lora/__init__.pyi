@@ -165,7 +165,7 @@ def sft(
         packing=True: pack several samples into rows of --max_seq_len
         learning_rate=5e-05: peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights
         num_train_epochs=1: number of training epochs; 0: evaluate only
-        max_steps=0: number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         per_device_train_batch_size=16: training batch size per device, in rows
         gradient_accumulation_steps=1: micro-batches per optimizer step
         seed=1234: random seed of initialisation, data order and sampling
@@ -307,7 +307,7 @@ def reward(
         packing=False: pack several samples into rows of --max_seq_len
         learning_rate=5e-05: peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights
         num_train_epochs=1: number of training epochs; 0: evaluate only
-        max_steps=0: number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         per_device_train_batch_size=16: training batch size per device, in rows
         gradient_accumulation_steps=1: micro-batches per optimizer step
         seed=1234: random seed of initialisation, data order and sampling
@@ -457,7 +457,7 @@ def dpo(
         packing=False: pack several samples into rows of --max_seq_len
         learning_rate=1e-06: peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights
         num_train_epochs=1: number of training epochs; 0: evaluate only
-        max_steps=0: number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         per_device_train_batch_size=16: training batch size per device, in rows
         gradient_accumulation_steps=1: micro-batches per optimizer step
         seed=1234: random seed of initialisation, data order and sampling
@@ -712,7 +712,7 @@ def rlhf(
         columns=(): names of your columns, as in prompt=question completion=answer
         per_device_training_batch_size=16: training batch size per device, in responses of one micro-batch
         num_train_epochs=1: number of training epochs; 0: evaluate only
-        max_steps=0: number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         gradient_accumulation_steps=1: micro-batches per optimizer step
         num_generations=None: responses per prompt (8, or 1 if they are not compared); default: by --algorithm
         per_device_generation_batch_size=16: generation batch size per device, in responses
@@ -956,7 +956,7 @@ def distill(
         max_answer_seq_len=256: maximum number of tokens of a response
         per_device_training_batch_size=16: training batch size per device, in responses of one micro-batch
         num_train_epochs=1: number of training epochs; 0: evaluate only
-        max_steps=0: number of optimizer steps; overrides --num_train_epochs; 0: by epochs
+        max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         gradient_accumulation_steps=1: micro-batches per optimizer step
         per_device_generation_batch_size=16: generation batch size per device, in responses
         generation_batches=1: generation batches per iteration

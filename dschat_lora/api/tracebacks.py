@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
+from dschat_lora.runtime.caller import is_callers
+
 PublicT = TypeVar("PublicT", bound=Callable[..., Any])
 _PACKAGE = __name__.partition(".")[0]
 
@@ -47,7 +49,7 @@ def _shorten(error: BaseException, *done: BaseException) -> bool:
     last = [*_entries(error.__traceback__)][-1:]
     entries = [*_entries(_without_calls(error.__traceback__))]
     ours = [n for n, each in enumerate(entries) if _is_ours(each.tb_frame)]
-    users = [n for n, each in enumerate(entries) if _is_users(each.tb_frame)]
+    users = [n for n, each in enumerate(entries) if is_callers(each.tb_frame)]
     told = not users and any(_is_told(error, each) for each in last)
     first = users[0] if users else ours[-1] if ours else 0
     error.__traceback__ = entries[first] if entries and not told else None
@@ -75,13 +77,6 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Whether the code is neither this package's nor a library's."""
-    module = str(frame.f_globals.get("__name__")).partition(".")[0]
-    of_library = module in sys.stdlib_module_names or "-packages" in frame.f_code.co_filename
-    return not (module == _PACKAGE or of_library)
 
 
 def _is_told(error: BaseException, last: TracebackType) -> bool:

@@ -6,10 +6,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from dschat_lora.config.files import named, naming
+from dschat_lora.config.files import named, naming, parse_json
 from dschat_lora.config.plurals import counted
 from dschat_lora.report.directory import open_alone
 from dschat_lora.report.terminal import current_viewer, fitted, is_quiet, silence, write_text
@@ -135,6 +136,11 @@ class RunLog:
             )
         for sink in self._sinks:
             sink.begin(lines, first=step if source is None else 0)
+        if self._viewer is not None:
+            for line in lines:
+                with suppress(ValueError):
+                    record = parse_json(line)
+                    self._viewer.add(record["kind"], record)
 
     def expect(self, total_steps: int, done: int = 0) -> None:
         """Begin ``total_steps``, some of them ``done``: optimizer steps, or iterations in RL."""

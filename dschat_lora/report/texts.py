@@ -10,6 +10,8 @@ _ONE_TURN = re.compile(
     r"|<\|im_start\|>user\n((?:(?!<\|im_end\|>).)*)<\|im_end\|>\n<\|im_start\|>assistant",
     re.DOTALL,
 )
+# Tokens that end an answer, as most tokenizers write them.
+_END = re.compile(r"(?:<\|[^<>|\s]*\|>|</s>|<eos>|<end_of_turn>)\s*$")
 _BOLD_GREEN, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
@@ -57,6 +59,11 @@ def as_written(prompt: str) -> str:
     text = prompt.strip()
     turn = _ONE_TURN.fullmatch(text)
     return (turn[1] or turn[2] or "").strip() if turn else text
+
+
+def without_end(answer: str) -> str:
+    """An answer without the end-of-sequence token, and without the space around it."""
+    return _END.sub("", answer).strip()
 
 
 def sample_text(tokens: Sequence[str], supervised: Sequence[int], *, colour: bool) -> str:

@@ -1,7 +1,9 @@
 """Who starts a run and who follows it, and what it does for them besides its options."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 # Told of a line of metrics.jsonl: its kind, its step and all its fields. "stop" ends the run.
@@ -19,6 +21,13 @@ class Caller:
 
 
 NOBODY = Caller()
+
+
+def is_callers(frame: FrameType) -> bool:
+    """Whether the code is neither this package's nor a library's."""
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    of_library = module in sys.stdlib_module_names or "-packages" in frame.f_code.co_filename
+    return not (module == __name__.partition(".")[0] or of_library)
 
 
 class Observer(Protocol):

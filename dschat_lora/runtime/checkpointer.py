@@ -235,15 +235,15 @@ class Checkpointer:
         self._run.record.update({"status": f"stopped by {by} at step {step}"})
         raise Stopped(0)
 
-    def save_rest(self, step: int, why: str) -> None:
-        """Save the steps since the last checkpoint, and say ``why`` and how to go on."""
+    def save_rest(self, step: int, why: str) -> str:
+        """Save the steps since the last checkpoint; say, and return, ``why`` and how to go on."""
         if step > self._last_step:
             self.save(step)
         on_rank_zero(self._finish_writing)
         where = how_to_go_on(self._run)
-        self._run.log.say(
-            f"{why} after step {step}; " + (where if step else "nothing was trained yet")
-        )
+        words = f"{why} after step {step}; {where if step else 'nothing was trained yet'}"
+        self._run.log.say(words)
+        return words
 
     def broken_weight(self) -> str | None:
         """The first trained weight that is not finite, known to rank 0; call on every rank."""

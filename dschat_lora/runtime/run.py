@@ -4,9 +4,8 @@ import json
 import os
 import shlex
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -34,7 +33,7 @@ from dschat_lora.report.log import RunLog, Sink
 from dschat_lora.report.record import RunRecord, circumstances
 from dschat_lora.report.terminal import error_message
 from dschat_lora.report.texts import clock
-from dschat_lora.runtime.caller import NOBODY, Caller, Observer
+from dschat_lora.runtime.caller import NOBODY, Caller, Observer, is_callers
 from dschat_lora.runtime.directory import RunDirectory
 from dschat_lora.runtime.resume import options_with_code, resumes_in_place
 from dschat_lora.runtime.signals import Interrupts, Stopped, name_of
@@ -263,14 +262,20 @@ def _leave_group(error: BaseException) -> None:
 
     What the frames of the stage hold, engines above all, must not outlive the group. Those that are
     cleared still hold their closures, so that the traceback of an error that one line says is cut.
+    A notebook shows the arguments in frames of the caller's code, which are kept.
     """
     cuts = isinstance(error, SystemExit | KeyboardInterrupt | ValueError | OSError)
     context: BaseException | None = error
     while context is not None and not os.environ.get("DSCHAT_LORA_TRACEBACK"):
         link = context.__traceback__
-        traceback.clear_frames(link)
-        while cuts and link is not None:
-            link.tb_next, link = None, link.tb_next
+        while link is not None:
+            if not is_callers(link.tb_frame):
+                with suppress(RuntimeError):  # it goes on
+                    link.tb_frame.clear()
+            after = link.tb_next
+            if cuts:
+                link.tb_next = None
+            link = after
         context = context.__context__
     shutdown()
 

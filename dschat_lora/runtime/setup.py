@@ -41,6 +41,8 @@ from dschat_lora.runtime.checks import cache_directory
 from dschat_lora.runtime.run import OpenRun
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
+# Of fewer rows each one that is held out by default is missed.
+FEW_ROWS = 100
 
 
 def tensor_group(parallel: ParallelConfig) -> TensorGroup | None:
@@ -117,6 +119,13 @@ def read_data(
     )
     for line in prepared.audit.lines(of_head=data.tail is not None):
         run.log.say(f"  {line}")
+    held_out, rows = prepared.audit.eval_rows, prepared.audit.train_rows + prepared.audit.eval_rows
+    by_default = not data.eval_data_path and "eval_ratio" not in run.config.given
+    if by_default and held_out and rows < FEW_ROWS:
+        run.log.say(
+            f"  note         {held_out} of the {rows} rows {'is' if held_out == 1 else 'are'} held "
+            f"out for evaluation (--eval_ratio {data.eval_ratio:g}); --eval_ratio 0 trains on all"
+        )
     audit = prepared.audit.to_dict()
     run.record.update({name: {"fingerprint": prepared.fingerprint, "audit": audit}})
     if prepared.media is not None:

@@ -188,7 +188,7 @@ def test_metrics_of_responses_are_means_over_those_that_count():
     assert (metrics["eos_rate"], metrics["truncated_fraction"], metrics["dropped"]) == (0.5, 0.5, 1)
     # errors 0, 0, 3 have the variance 2, the returns 1, 3, 5 that of 8/3
     assert metrics["explained_variance"] == pytest.approx(1 - 2 / (8 / 3), rel=1e-6)
-    assert metrics["equal_prompts"] == 1
+    assert (metrics["equal_prompts"], metrics["prompts"]) == (1, 2)
     assert (metrics["samples"], metrics["tokens"], metrics["supervised_tokens"]) == (3, 7, 4)
 
 

@@ -98,6 +98,8 @@ class Findings:
             lines.append(f"{part:<12} {words} tokens")
         lines += [line for each in self.of_rows for line in each.lines()]
         lines += ["lengths of training rows", *histogram(audit.longer_rows, audit.train_rows)]
+        if self.samples:
+            lines += ["", "In green: tokens that are trained on" if colour else "[...]: trained on"]
         for sample in self.samples:
             for name, (ids, supervised) in sample.sequences.items():
                 tokens = _tokens(self.tokenizer, ids, supervised)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any
 
+from dschat_lora.config.plurals import counted
 from dschat_lora.engine.distributed import sum_over_processes
 from dschat_lora.rl.options.engines import EngineFacts
 from dschat_lora.rl.watch.metrics import SAMPLER_TOLERANCE
@@ -30,6 +31,7 @@ _METRICS = (
     *("failed_episodes", "response_length", "ratio_error", "score_clip_fraction"),
     *("sampler_error", "rollout_kl", "rollout_ratio_max", "rollout_version_lag"),
     *("importance_weight", "importance_masked", "reward", "dropped", "samples", "undrawn"),
+    *("equal_prompts", "prompts"),
 )
 
 
@@ -72,6 +74,7 @@ class Diagnostics:
             "masked": self._masked(row),
             "dropped": self._dropped(row),
             "kl_budget": self._kl_budget(),
+            "no_signal": self._no_signal(row),
         }
         if len(self.latest) == WINDOW:
             eos = self._eos()
@@ -253,6 +256,18 @@ class Diagnostics:
             "--cliprange_value (in units of reward), or use --algorithm rloo"
         )
 
+    def _no_signal(self, row: dict[str, float]) -> str | None:
+        """Of the first such iteration alone; it stays among those that were warned of."""
+        if "no_signal" in self.active:
+            return "known"
+        prompts = row.get("prompts", 0.0)
+        if not prompts or row["equal_prompts"] < prompts or not self.learns_from_rewards:
+            return None
+        return (
+            f"iteration {self.iterations} teaches nothing: the responses to each of its "
+            f"{counted(round(prompts), 'prompt')} got equal rewards"
+        )
+
     def _equal_rewards(self) -> str | None:
         spread = self._mean(self.latest, "reward_std")
         if spread is None or spread > 0 or not self.learns_from_rewards:
@@ -264,12 +279,10 @@ class Diagnostics:
             why = f"it rose from {before:.3g}: the task is solved"
         elif value < before:
             why = f"it fell from {before:.3g}: no response succeeds any more"
-        elif value <= 0:
-            why = "impossible: no response of the actor scores higher"
         else:
             why = (
-                "it has been so from the start: the task is solved if this is the best score, "
-                "else impossible"
+                "it has been so from the start: unless this is the best score, use easier prompts, "
+                "or a reward that tells better answers from worse ones"
             )
         return (
             f"all responses of the last iterations got the same reward, {value:.3g}, so there is "

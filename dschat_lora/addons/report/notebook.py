@@ -5,6 +5,7 @@ It has the colours that the notebook has.
 
 import math
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ from dschat_lora.addons.report.verdict import (
     CHANGE_HEADER,
     changes_of,
     doubts,
+    name_of,
     title_of,
     what_was_trained,
 )
 from dschat_lora.config.plurals import counted
 from dschat_lora.report.terminal import shown_by
-from dschat_lora.report.texts import as_written, duration, short
+from dschat_lora.report.texts import as_written, duration, short, without_end
 
 if TYPE_CHECKING:
     from IPython.display import DisplayHandle
@@ -44,6 +46,7 @@ Table = Sequence[Texts]
 Ticks = list[tuple[float, str]]  # position in the picture, number
 _SECONDS = 0.5  # between two pictures
 _MOST_LINES = 200  # that a run prints beside its metrics, and that are kept
+_MOST_REASON = 300  # characters of an error
 _SHOWN = ("epoch", *TRAIN_METRICS, "kl", "response_length", "lora_learning_rate")
 
 
@@ -64,7 +67,11 @@ def shown_in_notebook(stage: str, *, quiet: bool) -> Iterator[None]:
         with shown_by(view):
             yield
     except BaseException as error:
-        view.end("stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed")
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            view.end("stopped")
+        else:
+            words = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            view.end("failed", textwrap.shorten(str(words), _MOST_REASON, placeholder=" ..."))
         raise
     view.end("finished")
 
@@ -118,11 +125,12 @@ class NotebookView:
         elif kind == "eval":
             # The first and the last one are shown.
             self._evals = [*self._evals[:1], dict(metrics)]
-        self._refresh(at_once=kind == "eval")
+        self._refresh(at_once=kind == "eval" and self._total > 0)
 
-    def end(self, status: str) -> None:
-        """Show the run for the last time."""
+    def end(self, status: str, reason: str = "") -> None:
+        """Show the run for the last time, with the ``reason`` of a failure."""
         self._status = status
+        self._notes += [f"Error: {reason}"] if reason else []
         if self._display is not None:
             self._refresh(at_once=True)
 
@@ -159,6 +167,8 @@ class NotebookView:
         """The run so far."""
         numbers = {n: self._train[n] for n in _SHOWN if isinstance(self._train.get(n), int | float)}
         words = ", ".join(f"{n.replace('_', ' ')} {short(value)}" for n, value in numbers.items())
+        if equal := self._train.get("equal_prompts"):
+            words += f", prompts without signal {equal} of {self._train['prompts']}"
         return render(
             title=self._title,
             status=self._progress(),
@@ -176,7 +186,7 @@ def render(
     *,
     path: Path | None = None,
     total: int = 0,
-    answers: Table = (),
+    answers: tuple[Texts, Table] = ((), ()),
     folded: Texts = (),
     **of: object,
 ) -> str:
@@ -207,7 +217,7 @@ def eval_table(
         [when(number(each.get("step"))), *(short(number(each.get(n))) for n in names)]
         for each in shown
     ]
-    return ["held-out", *(name.replace("_", " ") for name in names)], rows if names else []
+    return ["held-out", *map(name_of, names)], rows if names else []
 
 
 def point(line: Mapping[str, Any]) -> Points:
@@ -228,6 +238,7 @@ class Picture:
     path: str
     x_ticks: Ticks
     y_ticks: Ticks
+    last: tuple[float, str]  # height of the last point, and its value
 
 
 def curve(points: Points) -> Picture | None:
@@ -252,6 +263,7 @@ def curve(points: Points) -> Picture | None:
         ),
         x_ticks=[(place_x(x), short(x)) for x in ticks(steps[0], steps[-1], 6) if x == round(x)],
         y_ticks=[(place_y(y), short(y)) for y in ticks(min(values), max(values), 4)],
+        last=(place_y(values[-1]), short(values[-1])),
     )
 
 
@@ -270,9 +282,11 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
     answers: dict[str, dict[str, str]] = {}  # to held-out prompts, before and after training
     for answer in run.answers:
         by_time = answers.setdefault(as_written(str(answer.get("prompt", ""))), {})
-        by_time[str(answer.get("when"))] = str(answer.get("answer", "")).strip()
+        by_time[str(answer.get("when"))] = without_end(str(answer.get("answer", "")))
+    # A run that was stopped has none after training.
+    times = [when for when in ("before", "after") if any(when in each for each in answers.values())]
     rows = [
-        [prompt, each.get("before", ""), each.get("after", "")]
+        [prompt, *(each.get(when, "") for when in times)]
         for prompt, each in [*answers.items()][:_MOST_SAMPLES]
     ]
     iterations = iterations_of(run.train)
@@ -285,6 +299,6 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
         items=[f"Warning: {words}" for words, _ in doubts(run)],
         curve=curve([p for line in run.train for p in point(line)]),
         evaluations=(CHANGE_HEADER, changes) if changes else eval_table(run.evals, iterations),
-        answers=rows,
+        answers=(["prompt", *times], rows),
     )
     return html.replace(f"{Path.cwd()}/", "")  # of runs and models

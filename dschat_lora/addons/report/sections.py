@@ -12,7 +12,7 @@ from dschat_lora.addons.report.rollouts import RolloutQuery, rollout_text, selec
 from dschat_lora.addons.report.run_data import RunData
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.data import mixture_shares, split_weight
-from dschat_lora.report.texts import as_written, duration, operations, short
+from dschat_lora.report.texts import as_written, duration, operations, short, without_end
 
 LEAST_LOSSES = (0.1, 0.7, 2.0, 4.0)  # nats, from which a token has a darker shade
 MOST_SAMPLES = 20  # answers to held-out prompts, of which these stand first
@@ -267,6 +267,7 @@ def answers(runs: Sequence[RunData]) -> list[tuple[str, list[tuple[str, str]]]]:
     for run in runs:
         for each in run.answers:
             when, prompt, answer = (str(each.get(k, "")) for k in ("when", "prompt", "answer"))
+            answer = without_end(answer)
             name = when if len(runs) == 1 else f"{when} {run.label or run.name}"
             versions = prompts.setdefault(as_written(prompt), [])
             # A stage begins with the model that another one began or ended with.

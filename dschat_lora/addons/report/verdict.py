@@ -20,20 +20,20 @@ TITLES = {
     "dpo": "Preference optimization",
     "rlhf": "Reinforcement learning",
 }
-# Field of evaluations, its name, the direction that is better (0: neither), and whether a share.
+# Field of evaluations, the direction that is better (0: neither), and whether it is a share.
 _RESULTS = (
-    ("perplexity", "Perplexity", -1, False),
-    ("accuracy", "Accuracy", 1, True),
-    ("reward", "Reward, sampled", 1, False),
-    ("greedy_reward", "Reward, greedy", 1, False),
-    ("judge", "Judge, sampled", 1, False),
-    ("greedy_judge", "Judge, greedy", 1, False),
-    ("kl", "KL to the reference", 0, False),
-    ("response_length", "Response length", 0, False),
+    ("perplexity", -1, False),
+    ("accuracy", 1, True),
+    ("reward", 1, False),
+    ("greedy_reward", 1, False),
+    ("judge", 1, False),
+    ("greedy_judge", 1, False),
+    ("kl", 0, False),
+    ("response_length", 0, False),
 )
 CLEAR_ERRORS, CLEAR_SHARE = 2.0, 0.005
 MOST_REMARKS = 50
-CHANGE_HEADER = ["held out", "before", "after", "change"]
+CHANGE_HEADER = ["held-out", "before", "after", "change"]
 WORDS = {
     "learned": "Learned",
     "unclear": "No clear change",
@@ -65,6 +65,11 @@ def title_of(stage: str) -> str:
     """What a person calls a stage."""
     titles = [addon.titles for addon in installed().values() if stage in addon.titles]
     return titles[0][stage] if titles else TITLES.get(stage, stage)
+
+
+def name_of(field: str) -> str:
+    """What tables call a field of evaluations."""
+    return "KL to the reference" if field == "kl" else field.replace("_", " ")
 
 
 def outcome_of(run: RunData) -> str:
@@ -99,7 +104,9 @@ def what_was_trained(run: RunData) -> str:
     if total > 0 and trained >= 0:
         parts[0] += f" ({trained:,.0f} of {total:,.0f} parameters)"
     if samples := amount(audit.get("train_samples")):
-        parts.append(f"{samples:,.0f} {audit.get('kind', 'samples')}")
+        parts.append(counted(round(samples), str(audit.get("kind", "samples")).removesuffix("s")))
+        if held_out := amount(audit.get("eval_rows")):
+            parts[-1] += f" ({counted(round(held_out), 'row')} held out)"
     if iterations := run.greatest("iteration"):
         parts.append(counted(round(iterations), "iteration"))
     parts.append(counted(round(run.steps), "optimizer step"))
@@ -111,7 +118,7 @@ def what_was_trained(run: RunData) -> str:
 def changes_of(run: RunData) -> list[Change]:
     """What the first and the last evaluation say of each result."""
     changes = []
-    for name, title, better, share in _RESULTS:
+    for name, better, share in _RESULTS:
         lines = [line for line in run.evals if not math.isnan(number(line.get(name)))]
         if len(lines) < 2:
             continue
@@ -125,9 +132,11 @@ def changes_of(run: RunData) -> list[Change]:
         clear = abs(gain) > limit
         outcome = "unclear" if not clear else "learned" if gain * better > 0 else "worse"
         words = f"{'+' * (gain > 0)}{_with_error(gain, error)}{unit}"
-        words += "" if clear or not better else " (unclear)"
+        words += " (within noise)" if better and gain and not clear else ""
+        if name == "kl" and after < 0:
+            words += " (an estimate, which may be below 0)"
         first, last = (short(value) + unit for value in (before, after))
-        changes.append(Change(title, first, last, words, outcome if better else ""))
+        changes.append(Change(name_of(name), first, last, words, outcome if better else ""))
     return changes
 
 

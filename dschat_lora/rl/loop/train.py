@@ -91,7 +91,10 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
             checkpointer.stop(progress.step, by=by)
 
     scales_loss, keeps_cache = setup.models.settings["actor"].dtype == "fp16", True
-    with _failures_saved(checkpointer, progress, generator.engine), run.interrupts.deferred():
+    failures_saved = _failures_saved(
+        checkpointer, progress, generator.engine, in_python=run.caller.in_python
+    )
+    with failures_saved, run.interrupts.deferred():
         loop.begin()
         # The evaluation of a run that goes on may be the one that its stop came before.
         stop_if_asked(last=progress.iteration == schedule.num_iterations)
@@ -129,7 +132,7 @@ def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
 
 @contextmanager
 def _failures_saved(
-    checkpointer: Checkpointer, progress: RlhfProgress, engine: Drawing
+    checkpointer: Checkpointer, progress: RlhfProgress, engine: Drawing, *, in_python: bool
 ) -> Iterator[None]:
     """Where a user's function or the data fails in the block, save the last iteration, then raise.
 
@@ -151,8 +154,10 @@ def _failures_saved(
         raise
     except UserFunctionError as error:
         cause, what = error.__cause__, error.what
-    checkpointer.save_rest(progress.step, f"stopped by {what} that failed")
+    words = checkpointer.save_rest(progress.step, f"stopped by {what} that failed")
     assert cause is not None
+    if in_python and progress.step:
+        cause.add_note(words)
     raise cause
 
 

@@ -101,6 +101,7 @@ def response_metrics(
     if len(set(groups)) < len(groups):  # prompts whose responses teach nothing, of one score say
         known = experience.scores, experience.rewards, experience.weights
         equal["equal_prompts"] = len(idle_groups(algorithm, groups, *known))
+        equal["prompts"] = len(set(groups))
     if targets is not None and targets.returns is not None and experience.values is not None:
         explained = float(explained_variance(experience.values, targets.returns, mask))
     return {

@@ -43,6 +43,7 @@ def test_what_a_run_would_take_ends_with_0_and_can_be_a_page(audit, data, tmp_pa
     assert (code, err) == (0, "")
     assert f"bad row      {data}:3: row lacks 'completion'" in out
     assert f"{data}:1  sample: " in out
+    assert "\n[...]: trained on\n" in out
     assert "[<|end|>]" in out
     assert "<mark>&lt;|end|&gt;</mark>" in page.read_text()
 

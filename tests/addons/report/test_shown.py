@@ -54,8 +54,9 @@ def test_a_bar_says_how_far_the_run_is_and_goes_at_its_end(shown):
     assert '<progress max="4" value="2"' in shown[-1]
     assert "step 2 of 4" in shown[-1]
     view._display = object()
-    view.end("finished")
-    assert "finished, step 2 of 4" in shown[-1]
+    view.end("failed", "the disk is full")
+    assert "failed, step 2 of 4" in shown[-1]
+    assert "<li>Error: the disk is full</li>" in shown[-1]
     assert "<progress" not in shown[-1]
 
 
@@ -73,7 +74,7 @@ def test_a_run_of_any_text_is_no_markup(tmp_path):
     home = tmp_path / "run <b>"
     home.mkdir()
     assert "run &lt;b&gt;" in Run(home)._repr_html_()  # of a model that is no run its path
-    answers = [{"when": w, "prompt": HOSTILE, "answer": HOSTILE + w} for w in ("before", "after")]
+    answers = [{"when": "before", "prompt": HOSTILE, "answer": HOSTILE + "x<|end|>"}]
     facts = {"stage": HOSTILE, "status": HOSTILE, "answers": answers}
     facts["config"] = {"model_name_or_path": HOSTILE, "lora_dim": HOSTILE}
     (home / "run.json").write_text(json.dumps(facts))
@@ -84,7 +85,8 @@ def test_a_run_of_any_text_is_no_markup(tmp_path):
     html = Run(home)._repr_html_()
     assert is_harmless(html)
     assert "run &lt;b&gt;" in html
-    assert "before" in html
+    assert ">before</th></tr>" in html  # without a column for answers after training
+    assert html.count("x</summary>") + html.count("x</td>") == 1  # the end is not shown
     assert html.count("<polyline") == 1
 
 
@@ -110,6 +112,7 @@ def test_a_curve_leaves_out_what_is_not_finite_and_has_numbers_on_its_axes():
     assert picture.words == "loss: 3 at step 0, 2 at step 3, between 1 and 3"
     assert picture.path.split() == ["56.0,24.0", "333.3,132.0", "472.0,78.0"]
     assert [number for _, number in picture.x_ticks] == ["0", "1", "2", "3"]
+    assert picture.last == (78, "2")
     assert picture.y_ticks == [(132, "1"), (105, "1.5"), (78, "2"), (51, "2.5"), (24, "3")]
     assert curve([p for line in lines[:2] for p in point(line)]) is None
 
@@ -125,7 +128,8 @@ def test_iterations_and_optimizer_steps_are_told_apart(shown):
     view = NotebookView("rlhf")
     view.expect(6, 0)
     view.add("eval", {"step": 0, "reward": 0.25})
-    view.add("train", {"step": 4, "iteration": 1, "reward": 0.5})
+    view.add("train", {"step": 4, "iteration": 1, "reward": 0.5, "equal_prompts": 1, "prompts": 8})
+    assert "prompts without signal 1 of 8" in shown[-1]
     view.add("train", {"step": 8, "iteration": 2, "reward": 0.5})
     view.add("eval", {"step": 8, "reward": 0.75})
     assert "iteration 2 of 6, 8 steps" in shown[-1]

@@ -23,7 +23,7 @@ def rewards(before, after, error, **more):
     ("after", "outcome", "words"),
     [
         (2.1, "learned", ["1", "2.1", "+1.10\u00a0\u00b1\u00a00.50"]),
-        (1.9, "unclear", ["1", "1.9", "+0.90\u00a0\u00b1\u00a00.50 (unclear)"]),
+        (1.9, "unclear", ["1", "1.9", "+0.90\u00a0\u00b1\u00a00.50 (within noise)"]),
         (-0.1, "worse", ["1", "-0.1", "-1.10\u00a0\u00b1\u00a00.50"]),
     ],
 )
@@ -32,7 +32,7 @@ def test_a_change_counts_beyond_twice_its_standard_error(after, outcome, words):
     run.evals[1]["reward_standard_error"] = 0.4
     (change,) = changes_of(run)
     assert change.outcome == outcome == outcome_of(run)
-    assert change.row == ["Reward, sampled", *words]
+    assert change.row == ["reward", *words]
 
 
 def test_the_same_prompts_before_and_after_are_compared_as_pairs():
@@ -48,17 +48,18 @@ def test_accuracy_has_the_binomial_standard_error_in_percent():
     evals = [{"step": s, "accuracy": a, "samples": 100} for s, a in ((0, 0.5), (5, 0.9))]
     (change,) = changes_of(RunData("reward", evals=evals))
     # sqrt(5.0^2 + 3.0^2)
-    assert change.row == ["Accuracy", "50%", "90%", "+40.0\u00a0\u00b1\u00a05.8%"]
+    assert change.row == ["accuracy", "50%", "90%", "+40.0\u00a0\u00b1\u00a05.8%"]
 
 
 def test_divergence_and_length_are_told_and_are_no_verdict():
-    evals = [{"step": s, "kl": 0.5 * s, "response_length": 9.0 - s} for s in (0, 2)]
+    evals = [{"step": s, "kl": -s / 2 if s else 0, "response_length": 9.0 - s, "reward": 1} for s in (0, 2)]
     run = RunData("rlhf", {"status": "finished"}, evals=evals)
     assert [change.row for change in changes_of(run)] == [
-        ["KL to the reference", "0", "1", "+1"],
-        ["Response length", "9", "7", "-2"],
+        ["reward", "1", "1", "0"],  # and not "within noise"
+        ["KL to the reference", "0", "-1", "-1 (an estimate, which may be below 0)"],
+        ["response length", "9", "7", "-2"],
     ]
-    assert outcome_of(run) == "unknown"
+    assert outcome_of(run) == "unclear"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_a_sound_run_raises_no_doubt():
 
 def test_cost_and_subject_are_told_in_numbers():
     config = {"actor_model_name_or_path": "out/sft", "actor_lora_dim": 4, "algorithm": "grpo"}
-    audit = {"train_samples": 4000, "kind": "prompts", "eval_samples": 1}
+    audit = {"train_samples": 4000, "kind": "prompts", "eval_samples": 1, "eval_rows": 1}
     facts = {"config": config, "data": {"audit": audit}}
     facts["phases"] = {"training": {"seconds": 60, "flops": 3e12}}
     train = [
@@ -138,7 +139,7 @@ def test_cost_and_subject_are_told_in_numbers():
     ]
     run = RunData("rlhf", facts, train=train)
     assert what_was_trained(run) == (
-        "GRPO, LoRA of rank 4 on out/sft, 4,000 prompts, 5 iterations, 20 optimizer steps, "
-        "0.5 epochs"
+        "GRPO, LoRA of rank 4 on out/sft, 4,000 prompts (1 row held out), 5 iterations, "
+        "20 optimizer steps, 0.5 epochs"
     )
     assert cost(run) == "1.5 min, 3 TFLOP, peak memory 1.50 GiB per device"
