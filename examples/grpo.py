@@ -2,7 +2,8 @@
 
     python examples/grpo.py
 
-trains the bundled model to answer in about thirty characters, in a minute on a CPU. Group relative
+trains the bundled model to answer in about thirty characters, in half a minute on a CPU core. Set
+OMP_NUM_THREADS=1 where other programs use the cores: it takes minutes otherwise. Group relative
 policy optimisation is from DeepSeekMath (arXiv:2402.03300): for each prompt q a group of answers
 o_1, ..., o_G is drawn from the policy, and the advantage of an answer is its reward, normalised
 within the group (4.1.2).

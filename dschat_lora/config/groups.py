@@ -300,7 +300,9 @@ class ScheduleConfig:
         hint="--max_steps N ends a run within an epoch",
     )
     max_steps: int = option(
-        0, help="number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs"
+        0,
+        help="number of optimizer steps (of rlhf by default 4 an iteration); 0: by "
+        "--num_train_epochs",
     )
     correct_bias: bool = hidden(True)  # of Adam's moments, which start at zero
     decay_after_update: bool = hidden(False)  # AdamW decays before

@@ -541,7 +541,9 @@ def test_a_reward_that_fails_raises_its_error_after_the_iterations_before_are_sa
     fragile_frame = raised.traceback[-1].frame
     assert "responses" in fragile_frame.f_locals  # which a notebook shows
     (how_to_go_on,) = raised.value.__notes__
-    assert how_to_go_on.endswith(f'resume with: output_dir={str(tmp_path / "run")!r}, resume="latest"')
+    assert how_to_go_on.endswith(
+        f'resume with: output_dir={str(tmp_path / "run")!r}, resume="latest"'
+    )
     assert raised.value.__cause__ is None
     assert any((tmp_path / "run" / "checkpoints").iterdir())
 

@@ -33,7 +33,7 @@ def test_counts_and_samples_are_one_json_object(audit, data):
     assert counts["by_type"] == {"prompt-completion": 1, "conversation": 1}
     assert counts["tokens"] == len(first["input_ids"]) + len(second["input_ids"])
     assert counts["supervised_tokens"] == sum(first["supervised"]) + sum(second["supervised"])
-    assert found["refusal"] == "1 rows cannot be used; --bad_rows skip continues without them"
+    assert found["refusal"] == "1 row cannot be used; --bad_rows skip continues without them"
     assert code == 1
 
 

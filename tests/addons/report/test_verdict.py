@@ -52,7 +52,10 @@ def test_accuracy_has_the_binomial_standard_error_in_percent():
 
 
 def test_divergence_and_length_are_told_and_are_no_verdict():
-    evals = [{"step": s, "kl": -s / 2 if s else 0, "response_length": 9.0 - s, "reward": 1} for s in (0, 2)]
+    evals = [
+        {"step": s, "kl": -s / 2 if s else 0, "response_length": 9.0 - s, "reward": 1}
+        for s in (0, 2)
+    ]
     run = RunData("rlhf", {"status": "finished"}, evals=evals)
     assert [change.row for change in changes_of(run)] == [
         ["reward", "1", "1", "0"],  # and not "within noise"
