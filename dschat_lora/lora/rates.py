@@ -7,6 +7,7 @@ from torch import nn
 
 from dschat_lora.config.groups import LoraConfig, OptimConfig, ScheduleConfig
 from dschat_lora.config.plurals import counted
+from dschat_lora.config.roles import Role
 from dschat_lora.lora.layers import full_shape
 from dschat_lora.lora.model import adapter_parameters
 from dschat_lora.lora.names import is_inside, is_of_expert
@@ -133,6 +134,15 @@ def adapter_learning_rate(optim: OptimConfig) -> float:
         return optim.ruled[1]
     default = optim.default_lora_learning_rate
     return base_rate(optim) if default is None else default
+
+
+def adapter_rates(roles: Iterable[Role]) -> dict[str, float]:
+    """Peak rates of adapters by their options, but for multiples of other rates."""
+    return {
+        f"{role.prefix}lora_learning_rate": adapter_learning_rate(role.optim)
+        for role in roles
+        if role.lora.lora_dim and role.optim.lora_lr_multiplier is None
+    }
 
 
 def rate_warning(optim: OptimConfig, lora: LoraConfig) -> str | None:

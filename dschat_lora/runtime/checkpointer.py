@@ -38,6 +38,7 @@ from dschat_lora.engine.distributed import (
 )
 from dschat_lora.engine.rendezvous import is_one_host
 from dschat_lora.engine.state import EngineState
+from dschat_lora.lora.rates import adapter_rates
 from dschat_lora.report.log import RunLog, jsonable
 from dschat_lora.report.terminal import error_message
 from dschat_lora.runtime.resume import (
@@ -297,6 +298,7 @@ def state_to_keep(
     config: "Resumable", step: int, log: RunLog, identity: Mapping[str, Any], **more: object
 ) -> dict[str, Any]:
     """What a checkpoint after ``step`` holds besides tensors, JSON-ready, with ``more`` of it."""
+    roles = config.trained.values() if isinstance(config, StageConfig) else ()
     state: dict[str, Any] = jsonable(
         {
             "step": step,
@@ -305,7 +307,7 @@ def state_to_keep(
                 for name, value in identity.items()
             },
             "options": options_to_keep(config),
-            "config": flatten(config),
+            "config": flatten(config) | adapter_rates(roles),
             "addons": owners(config),
             "log": log.position,
             **more,

@@ -368,6 +368,8 @@ def test_state_says_what_a_resumed_run_needs(stubbed):
     assert state["options"] == {
         "save_interval": 3, "save_minutes": 10.0, "lora_dim": 4, "seed": 7
     }  # fmt: skip
+    # By default, but a resumed run says from which number another rate departs.
+    assert state["config"]["lora_learning_rate"] == 5e-4
     assert state["config"]["learning_rate"] == 5e-5
     assert state["log"]["num_lines"] == 1
     assert torch.equal(state["tensors"]["model"]["weight:w"], torch.full((3,), 2.5))
