@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from dschat_lora.report.log import (
     summary_lines,
     train_line,
 )
+from dschat_lora.report.terminal import shown_by
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {
@@ -295,12 +297,15 @@ def test_other_ranks_rewind_their_clock_alone(tmp_path):
 
 def test_sinks_get_numbers_by_the_kind_of_their_line_and_learn_which_lines_stay(tmp_path):
     line = {"loss": 1.5, "mfu": None, "skipped": False, "note": "x"}
-    with RunLog(tmp_path, active=True, sinks=[sink := Recorder()]) as log:
+    with shown_by(view := Mock()), RunLog(tmp_path, active=True, sinks=[sink := Recorder()]) as log:
         log.write("train", 1, line)
         log.write("event", 1, {"code": 1})
         log.write("eval", 1, {"perplexity": 4.0})
+        view.reset_mock()
         log.rewind(num_lines=2, seconds=0.0, step=1)
         log.sync()
+    shown = [(call.args[0], call.args[1].get("loss")) for call in view.add.call_args_list]
+    assert shown == [("train", 1.5), ("event", None)]  # again, as of a run that goes on
     written(tmp_path, [2], earlier=True, sinks=[later := Recorder()])
     assert sink.told == [
         *(("begin", 0, 0), (1, {"train/loss": 1.5, "train/skipped": 0}), (1, {})),
