@@ -308,8 +308,10 @@ def train(
     stage: str,
     named: Mapping[str, object],
     options: Mapping[str, object],
-    callbacks: Sequence[Callback],
-    quiet: bool,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+    *,
+    of_command: bool = False,
 ) -> Run:
     """Check the options as the command would, train, and give what the run left."""
     given = {name: value for name, value in named.items() if value is not None}
@@ -327,7 +329,7 @@ def train(
         if (shown := _run_view("live")) is not None:
             stack.enter_context(shown(stage, quiet=quiet))
         config = check_as_verb(config, stage)
-        caller = Caller(callbacks, in_python=True)
+        caller = Caller(callbacks, in_python=True, of_command=of_command)
         path = late(STAGES[stage].program)(config, caller)
     if path is None:
         return Run(config.run.output_dir or ".", record={"stage": stage, "status": "dry run"})

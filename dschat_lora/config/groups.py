@@ -459,7 +459,8 @@ class RunConfig:
     logging_steps: int = option(1, help="optimizer steps between logged lines", section=LOGGING)
     eval_interval: int = option(
         0,
-        help="optimizer steps between evaluations; 0: at the start, each epoch and the end",
+        help="optimizer steps between evaluations, besides those at the start, after each epoch "
+        "and at the end\n0: only these; -1: only at the start and the end",
         section=EVALUATION,
     )
     eval_iters: int = option(
@@ -495,9 +496,10 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        evaluation = ("eval_interval", "eval_iters", "sample_generations", "merge_max_kl")
+        evaluation = ("eval_iters", "sample_generations", "merge_max_kl")
         saving = ("save_interval", "save_minutes", "save_total_limit")
         require_numbers(self, ">= 0", *evaluation, *saving)
+        require(self.eval_interval >= -1, "eval_interval", self.eval_interval, ">= -1")
         require_numbers(self, ">= 1", "logging_steps")
         require_numbers(self, "> 0", "distributed_timeout")
         require(0 <= self.seed < 2**63, "seed", self.seed, "in [0, 2**63)")

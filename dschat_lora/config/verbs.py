@@ -126,9 +126,9 @@ class GenerateConfig(ReadingConfig):
 # What the help of a verb ends with.
 EXAMPLES: Mapping[str, str] = {
     "merge": """examples:
-  dschat-lora merge output/sft              writes output/sft/model in 16 bits
+  dschat-lora merge output/sft              writes output/sft/model
   dschat-lora merge output/sft/checkpoints/step-00000500 --output_dir merged
-  dschat-lora merge output/rlhf/actor --json""",
+  dschat-lora merge output/rlhf --dtype bf16 --json""",
     "generate": """examples:
   dschat-lora generate output/sft --chat "What is 2 plus 3?" "Name a fruit."
   dschat-lora generate output/sft --data_path q.jsonl --output_path a.jsonl

@@ -12,6 +12,7 @@ from dschat_lora.data.rows import HEAD_ROWS, DataKind
 from dschat_lora.data.token_files import Tally, quantile
 
 MAX_SHOWN = 5  # bad rows that are quoted in the table
+NONE_HELD_OUT = "no row is held out; there is nothing to evaluate on"
 # By stage: which --data_split, and what is made of rows.
 STAGES: dict[str, tuple[int, DataKind]] = {
     "sft": (1, "samples"),
@@ -173,7 +174,7 @@ class DataAudit:
             "prompts": self.shared_prompt_rows > 0.1 * self.eval_rows,
             f"{self.doubled_bos_rows} rows contain their own beginning-of-sequence token; only "
             "one is kept": self.doubled_bos_rows > 0,
-            "no row is held out; there is nothing to evaluate on": self.eval_samples == 0,
+            NONE_HELD_OUT: self.eval_samples == 0,
         }
         return tuple(text for text, applies in doubts.items() if applies)
 

@@ -331,7 +331,13 @@ def hub_errors(option: str, name: str, what: str) -> Iterator[None]:
             raise
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         if "couldn't connect to" in reason:
-            reason = "there is no directory of this name, and the hub cannot be reached"
+            cause: BaseException = error
+            while inner := cause.__cause__ or cause.__context__:
+                cause = inner
+            why = f"the hub cannot be reached ({cause})"
+            if type(cause).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+                why = "HF_HUB_OFFLINE is set"
+            reason = f"there is no directory of this name, and {why}"
         if "ignore_mismatched_sizes" in reason:
             reason = "its config.json describes weights of other shapes than its files hold"
         raise ValueError(f"{option} {name}: its {what} cannot be loaded: {reason}") from error

@@ -18,6 +18,8 @@ class Caller:
     # Whether it is a Python program: without --output_dir a run writes to a temporary directory,
     # and not to output/, and says what is next in Python.
     in_python: bool = False
+    # Whether a command does: how to resume is said as one.
+    of_command: bool = False
 
 
 NOBODY = Caller()

@@ -318,7 +318,7 @@ def state_to_keep(
 
 def how_to_go_on(run: "OpenRun[Resumable]") -> str:
     """The command, or arguments in Python, that go on with a run whose state is saved."""
-    if run.caller.in_python:
+    if run.caller.in_python and not run.caller.of_command:
         return f'resume with: output_dir={str(run.directory)!r}, resume="latest"'
     code = command_line(options_with_code(type(run.config), flatten(run.config)))
     resumed = ("--output_dir", str(run.directory), "--resume_from_checkpoint", "latest")

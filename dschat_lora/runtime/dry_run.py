@@ -1,9 +1,10 @@
 """What a dry run shows on one screen, besides what a run says as it starts."""
 
+import shlex
 from itertools import islice
 
 from dschat_lora.config.data import DataConfig
-from dschat_lora.config.options import flatten
+from dschat_lora.config.options import command_line, flatten
 from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.prepare import preview
 from dschat_lora.engine.distributed import rank
@@ -46,17 +47,19 @@ def say_sample(run: OpenRun[StageConfig], data: DataConfig, tokenizer: Tokenizer
 
 
 def say_options(run: OpenRun[StageConfig]) -> None:
-    """List all options with ``--verbose``, or those that were typed or are not the defaults."""
+    """List all options with ``--verbose``, or those that were typed or are not the defaults.
+
+    They can be pasted back; those without a value are left out.
+    """
     values = {k: v for k, v in flatten(run.config).items() if k not in _UNSHOWN}
     if run.config.run.verbose:
         for name, value in values.items():
-            run.log.say(f"  --{name} {value}")
+            if value not in (None, []):
+                run.log.say(f"  {shlex.join(command_line({name: value}))}")
     else:
         usual, given = flatten(type(run.config)()), run.config.given
         chosen = {
             k: v for k, v in values.items() if k in given or (v != usual[k] and k not in _SAID)
         }
-        texts = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in chosen.items()}
-        typed = " ".join(f"--{name} {text}" for name, text in texts.items())
-        run.log.say(f"  options      {typed} (all: --verbose)")
+        run.log.say(f"  options      {shlex.join(command_line(chosen))} (all: --verbose)")
     run.log.say("dry run: nothing was trained or saved")

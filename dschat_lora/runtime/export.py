@@ -191,5 +191,5 @@ def next_commands(
         length = {"max_seq_len": values["max_seq_len"]} if "max_seq_len" in config.given else {}
         commands.append(typed("reward", model_name_or_path=home, **rows, **length))
     elif (trained / "adapter").is_dir() and not (trained / "model").exists():
-        commands.append(typed("merge", str(trained)))
+        commands.append(typed("merge", home))
     return commands

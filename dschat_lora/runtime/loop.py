@@ -75,7 +75,7 @@ class Schedule(Protocol):
 
     @property
     def eval_interval(self) -> int:
-        """Optimizer steps between evaluations; 0: at the start, each epoch and the end."""
+        """Optimizer steps between evaluations; 0: at the ends of epochs; -1: at that of the run."""
 
 
 def check_repeats(data: SourceConfig, times: Mapping[str, float], schedule: Schedule) -> None:
@@ -237,7 +237,7 @@ class TrainingLoop:
             (self._progress.step + ahead) // interval
             > (self._evaluated_up_to() + ahead) // interval
         )
-        whole_epoch = iteration % self._schedule.iterations_per_epoch == 0
+        whole_epoch = interval >= 0 and iteration % self._schedule.iterations_per_epoch == 0
         return ended or whole_epoch or iteration == self._schedule.num_iterations
 
     def _evaluate_or_stop(self) -> None:

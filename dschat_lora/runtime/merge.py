@@ -41,7 +41,8 @@ def merge_model(config: MergeConfig) -> Merge:
     """Write base and adapter as one model, and measure how far it differs.
 
     The base is loaded in the type it is stored in, the update is added in fp32, and the sum is
-    rounded once if that is fp32. Of a 4-bit base, the values are what the update is added to.
+    rounded once to the type that is written, by default the same. Of a 4-bit base, the values are
+    what the update is added to.
 
     Raises:
         ValueError: if there is not an adapter, or the merge moves the model by too much.
@@ -49,7 +50,7 @@ def merge_model(config: MergeConfig) -> Merge:
     directory, source = merged_directory(config), find_model(config.model_name_or_path)
     tokenizer = load_tokenizer(source.tokenizer, config.model)
     stored = getattr(load_config(source.base, config.model), "dtype", None) or torch.float32
-    written = stored if stored in (torch.bfloat16, torch.float16) else torch.bfloat16
+    written = stored if stored in DTYPES.values() else torch.bfloat16
     if config.dtype != "auto":
         written = DTYPES[config.dtype]
     assert source.adapter_config is not None
@@ -89,9 +90,10 @@ def show_merge(config: MergeConfig) -> None:
         name = next(each for each, dtype in DTYPES.items() if dtype == merge.dtype)
         print_json({"directory": str(directory), "dtype": name, **asdict(report)})
         return
+    own = ", in which its base is stored (--dtype)" if config.dtype == "auto" else ""
     log_once(
-        f"model written to {directory} in {str(merge.dtype).removeprefix('torch.')}: against the "
-        f"adapter on its base, largest logit difference {report.max_abs_logit:.2g}, KL "
+        f"model written to {directory} in {str(merge.dtype).removeprefix('torch.')}{own}: against "
+        f"the adapter on its base, largest logit difference {report.max_abs_logit:.2g}, KL "
         f"{report.kl_nats_per_token:.2g} nats per token"
     )
     if merge.composite:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import nn
 
 from dschat_lora.config.groups import ModelConfig, is_on
-from dschat_lora.config.options import with_values
+from dschat_lora.config.options import flatten, with_values
 from dschat_lora.config.plurals import counted
 from dschat_lora.config.roles import MODEL, Role
 from dschat_lora.config.stages import StageConfig
@@ -98,7 +98,10 @@ def with_loaded_lengths(config: StageT, sources: Sources) -> StageT:
 
 
 def with_ruled_rates(config: StageT, sources: Sources, run: OpenRun[StageConfig]) -> StageT:
-    """With rates by published rules for roles whose ``learning_rate`` is auto; shown, recorded."""
+    """With rates by published rules for roles whose ``learning_rate`` is auto; shown, recorded.
+
+    The record's options get the rates that adapters train at, but for multiples of others.
+    """
     ruled, (stage, factor) = dict[str, dict[str, object]](), config.rule_of_rates
     for name, role in config.trained.items():
         if role.optim.learning_rate != "auto":
@@ -116,6 +119,12 @@ def with_ruled_rates(config: StageT, sources: Sources, run: OpenRun[StageConfig]
         run.log.say(f"  rate         {rate:.3g} by {option}: {rates.reason}")
         ruled[name] = rates._asdict() | {"adapter": adapter}
         run.record.update({"rates": ruled if role.prefix else ruled[name]})
+    used = {
+        f"{role.prefix}lora_learning_rate": adapter_learning_rate(role.optim)
+        for role in config.trained.values()
+        if role.lora.lora_dim and role.optim.lora_lr_multiplier is None
+    }
+    run.record.update({"config": flatten(config) | used})
     return config
 
 

@@ -108,9 +108,10 @@ def hush_libraries() -> None:
     """Have no warnings of libraries that nobody here can act on.
 
     DeepSpeed writes its own to the standard output, which results go to; bitsandbytes names, on a
-    CPU, a package that nothing here needs.
+    CPU, a package that nothing here needs; huggingface_hub tells of each attempt to connect, and
+    raises an error after the last one.
     """
-    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops", "huggingface_hub.utils._http"):
         getLogger(name).addFilter(lambda record: record.levelno >= ERROR)
 
 

@@ -264,7 +264,7 @@ class TrainSchedule:
 
     num_steps: int  # optimizer steps of the whole run
     iterations_per_epoch: int  # an iteration of the training loop is a step here
-    eval_interval: int  # steps between evaluations; 0: each epoch and the end only
+    eval_interval: int  # steps between evaluations; 0: each epoch and the end only; -1: the end
     logging_steps: int
 
     @property

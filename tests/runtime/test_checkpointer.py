@@ -21,8 +21,8 @@ from dschat_lora.engine import distributed
 from dschat_lora.report.log import RunLog
 from dschat_lora.report.record import RunRecord
 from dschat_lora.runtime import checkpointer as keeper_module
-from dschat_lora.runtime.caller import NOBODY
-from dschat_lora.runtime.checkpointer import Checkpointer
+from dschat_lora.runtime.caller import NOBODY, Caller
+from dschat_lora.runtime.checkpointer import Checkpointer, how_to_go_on
 from dschat_lora.runtime.signals import Interrupts, Stopped
 from helpers.step1 import ROOT
 
@@ -278,6 +278,10 @@ def test_run_that_was_told_to_stop_ends_after_the_step_it_has_saved(stubbed, cap
         "--resume_from_checkpoint latest\n"
     )
     assert checkpointer.run.record._content["status"] == "interrupted by SIGTERM at step 2"
+    vars(checkpointer.run).update(stage="sft", caller=Caller(in_python=True, of_command=True))
+    assert how_to_go_on(checkpointer.run) == (
+        "resume with: dschat-lora sft --output_dir out --resume_from_checkpoint latest"
+    )
 
 
 def test_what_is_saved_already_is_not_saved_again(stubbed):

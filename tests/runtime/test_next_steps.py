@@ -51,10 +51,10 @@ READ = "--data_path 'b c.jsonl' --columns chosen=good rejected=bad --data_split 
         ),
         # The bundled base, whatever lies in output/sft.
         ("reward", "", True, "model", ["chat base --reward 'out/my run'", f"rlhf {PPO}"]),
-        ("rlhf", "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"]),
+        ("rlhf", "", False, "actor/adapter", [CHAT, "merge 'out/my run'"]),
         ("rlhf", "", False, "actor/model", [CHAT]),
         *(
-            (stage, "", False, "actor/adapter", [CHAT, "merge 'out/my run/actor'"])
+            (stage, "", False, "actor/adapter", [CHAT, "merge 'out/my run'"])
             for stage in provided("stage")
         ),
         ("nlg", "", False, "adapter", []),

@@ -39,8 +39,8 @@ def steps_made(skips, *, steps, interval=0, per_epoch=100, scales_loss=False):
 
 @pytest.mark.parametrize(
     ("interval", "per_epoch", "expected"),
-    [(0, 100, [0, 7]), (3, 100, [0, 3, 6, 7]), (0, 2, [0, 2, 4, 6, 7])],
-    ids=["start and end", "interval", "epochs"],
+    [(0, 100, [0, 7]), (3, 100, [0, 3, 6, 7]), (0, 2, [0, 2, 4, 6, 7]), (-1, 2, [0, 7])],
+    ids=["start and end", "interval", "epochs", "not epochs"],
 )
 def test_evaluations_are_at_the_start_each_interval_and_epoch_and_the_end(
     interval, per_epoch, expected

@@ -11,9 +11,10 @@ from dschat_lora.addons.audit.config import AuditConfig
 from dschat_lora.addons.report.html import page
 from dschat_lora.addons.report.markup import safe
 from dschat_lora.config.addons import groups_of
+from dschat_lora.config.data import DataConfig
 from dschat_lora.config.plurals import counted
 from dschat_lora.config.staging import write_whole
-from dschat_lora.data.audit import MAX_SHOWN, STAGES, DataAudit
+from dschat_lora.data.audit import MAX_SHOWN, NONE_HELD_OUT, STAGES, DataAudit
 from dschat_lora.data.chat import make_chat
 from dschat_lora.data.media import media_of, media_reader
 from dschat_lora.data.prepare import ShownSample, prepare, preview
@@ -82,7 +83,7 @@ class Findings:
         return {
             "counts": self.counts,
             "audit": self.audit.to_dict(),
-            "warnings": list(self.audit.warnings()),
+            "warnings": [each for each in self.audit.warnings() if each != NONE_HELD_OUT],
             "refusal": self.refusal,
             "samples": samples,
             **{name: fields for each in self.of_rows for name, fields in each.to_dict().items()},
@@ -91,7 +92,10 @@ class Findings:
     def lines(self, *, colour: bool = False) -> list[str]:
         """The findings for a person."""
         audit = self.audit
-        lines = audit.lines()
+        lines = [line for line in audit.lines() if NONE_HELD_OUT not in line]
+        if not audit.eval_samples:
+            share = DataConfig().eval_ratio
+            lines.append(f"note         a run holds out {share:.0%} of the rows (--eval_ratio)")
         lines += [f"bad row      {text}" for text in audit.bad_row_examples[MAX_SHOWN:]]
         for part, quantiles in audit.part_quantiles.items():
             words = ", ".join(f"{name} {n:,}" for name, n in quantiles.items())

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from dschat_lora.addons.audit.config import AuditConfig
 from dschat_lora.config.addons import through_addons
-from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.options import parse_config
 from dschat_lora.data.rows import check_sources
 from dschat_lora.data.templates import read_chat_template
 from dschat_lora.models.source import find_model
+from dschat_lora.runtime.checks import with_bundled
 from dschat_lora.runtime.directory import check_file_can_be_made
 from dschat_lora.runtime.stage_main import late
 
@@ -35,7 +35,7 @@ def check_audit(config: AuditConfig) -> AuditConfig:
         check_file_can_be_made(config.html, "html")
     data = config.data
     if not (data.data_path or data.sft_only_data_path):
-        data = replace(data, data_path=(str(BUNDLED_DATA["train"]),))
+        data = with_bundled(data, frozenset())
     config = through_addons(replace(config, data=data), "before_data")
     check_sources(replace(config.data, bad_rows="skip"))
     through_addons(config, "check")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dschat_lora.addons.report.html import render_report
 from dschat_lora.addons.report.run_data import read_metrics, read_run
-from dschat_lora.api import stages
+from dschat_lora.api.stages import train
 from dschat_lora.config.bundled import BUNDLED_DATA
 from dschat_lora.config.groups import RunConfig
 from dschat_lora.config.options import command_line
@@ -73,7 +73,7 @@ def run_demo(output_dir: str | None, *, seed: int = 1234) -> None:
         start, options = time.monotonic(), options | {"seed": seed}
         command = shlex.join(["dschat-lora", name, *command_line(options)])
         log_once(fitted_command(command, "$ "))
-        getattr(stages, name)(**options)
+        train(name, {}, options, of_command=True)
         seconds[name] = time.monotonic() - start
     log_once("scoring answers to test prompts by the rule, and the reward model on test pairs ...")
     tables = _tables(homes, seconds)

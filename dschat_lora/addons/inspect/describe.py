@@ -27,7 +27,8 @@ _PARTS = ("adapter", "model", "actor", "critic", "actor_ema")
 # Of run.json: what tells how a model was trained.
 _TRAINING = (
     *("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path", "data_path"),
-    *("learning_rate", "lora_learning_rate", "num_train_epochs", "max_steps", "max_seq_len"),
+    *("learning_rate", "lora_learning_rate", "actor_lora_learning_rate", "lora_lr_multiplier"),
+    *("num_train_epochs", "max_steps", "max_seq_len"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "loss_type", "algorithm"),
 )
 
@@ -190,7 +191,10 @@ def _tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _training(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in _TRAINING if options.get(name) not in (None, [], 0)}
+    names = dict.fromkeys(_TRAINING)
+    if options.get("lora_learning_rate") and options.get("only_optimize_lora"):
+        del names["learning_rate"]  # that of base weights
+    return {name: options[name] for name in names if options.get(name) not in (None, [], 0)}
 
 
 def _damage(check: Callable[[], object]) -> dict[str, str]:

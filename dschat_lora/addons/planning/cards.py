@@ -47,6 +47,12 @@ class Card:
         return self.name not in ("T4", "V100", "MI300X")
 
 
+def cards_of_size(memory_bytes: int) -> list[str]:
+    """Names of the cards with this memory, in gigabytes or, as some count it, in gibibytes."""
+    sizes = (memory_bytes / GB, memory_bytes / 2**30)
+    return [name for name, (gigabytes, _) in _CARDS.items() if gigabytes in sizes]
+
+
 def find_card(given: str) -> Card:
     """The card of a name such as ``RTX 4090`` or ``h100``, or of a size such as ``24GB``.
 

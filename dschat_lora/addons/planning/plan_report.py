@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat_lora.addons.pipeline.recipe import read_recipe
-from dschat_lora.addons.planning.cards import Card, find_card
+from dschat_lora.addons.planning.cards import Card, cards_of_size, find_card
 from dschat_lora.addons.planning.launches import launch_advice
 from dschat_lora.addons.planning.plan import (
     GENERATION,
@@ -26,6 +26,7 @@ from dschat_lora.addons.planning.plan_search import (
 )
 from dschat_lora.addons.planning.published import published_name
 from dschat_lora.config.options import flatten
+from dschat_lora.config.plurals import counted
 from dschat_lora.data.audit import DataAudit
 from dschat_lora.perf.launches import EFFICIENCY
 from dschat_lora.report.terminal import log_once, print_json, table, wrapped
@@ -148,7 +149,9 @@ def lines(planned: Planned) -> Iterator[str]:
     yield wrapped(f"  time         {_time_words(planned)}")
     time = (planned.better or plan).time
     yield from _launch_lines(planned, time)
-    yield from _speed_lines(expected_speeds(time, card))
+    if card is None or card.bandwidth is None:
+        names = COMMON_CARDS if card is None else cards_of_size(card.memory_bytes)
+        yield from _speed_lines(expected_speeds(time, None, names))
     if planned.data is not None:
         yield ""
         yield from _data_lines(planned.data)
@@ -157,6 +160,7 @@ def lines(planned: Planned) -> Iterator[str]:
         model = given.get("model_name_or_path", given.get("actor_model_name_or_path"))
         # The bundled data is for the bundled model and what is made of it.
         needs_data = model and not Path(model).expanduser().exists() and "data_path" not in given
+        yield ""
         yield f"$ {planned.command}{' --data_path FILE' if needs_data else ''}"
 
 
@@ -177,7 +181,7 @@ def _memory_lines(plan: StagePlan, card: Card | None) -> Iterator[str]:
         _cost_words(with_recomputation(plan, on), card)
         for on in ((), recomputing_options(plan.config))
     )
-    yield wrapped(f"  recomputed   {kept} where activations are kept, {again} where recomputed")
+    yield wrapped(f"  recomputed   {again} with gradient checkpointing, {kept} without")
     # What a composite model has beside text is not counted.
     if not plan.beside and (left_out := plan.left_out) is not None:
         names, size = left_out
@@ -208,7 +212,8 @@ def _settings_words(planned: Planned, plan: StagePlan) -> str:
     config, count = plan.config, planned.processes
     settings = next(iter(plan.settings.values()))
     batch = [
-        f"{rows.at_once(plan)} rows at a time ({rows.phase})" for rows in batch_options(config)
+        f"{counted(rows.at_once(plan), 'row')} at a time ({rows.phase})"
+        for rows in batch_options(config)
     ]
     if not batch or config.batch.tokens_per_device:
         batch.append(f"{config.batch.tokens_per_device:,} tokens at a time (training)")
@@ -223,11 +228,12 @@ def _settings_words(planned: Planned, plan: StagePlan) -> str:
 
 def _peak_words(plan: StagePlan) -> str:
     words = ", ".join(f"{name} {_gib(size)}" for name, size in plan.phases.items())
+    words = f": {words}" if len(plan.phases) > 1 else ""
     if GENERATION in plan.phases:
         words += f", of which keys and values {_gib(plan.memory_plan.cache)}"
     if host := sum(role.host for role in plan.roles.values()):
         words += f"; {_gib(host)} GiB of host memory"
-    return f"up to {_gib(plan.peak)} GiB per device by estimate: {words}"
+    return f"up to {_gib(plan.peak)} GiB per device by estimate{words}"
 
 
 def _device_words(planned: Planned, card: Card) -> str:
@@ -238,8 +244,8 @@ def _device_words(planned: Planned, card: Card) -> str:
             "model or shorter rows"
         )
     return (
-        f"{card.name}, of which {_gib(card.usable_bytes)} GiB are planned with (the context and a "
-        f"tenth are left): {verdict}"
+        f"{card.name}, {_gib(card.usable_bytes)} GiB of it usable (less the CUDA context and a "
+        f"tenth): {verdict}"
     )
 
 
@@ -250,7 +256,7 @@ def _time_words(planned: Planned) -> str:
     work = f"{operations(time.flops)} per device for {unit} of up to {time.tokens:,} tokens"
     spent = None if planned.card is None else time.on(planned.card)
     if spent is None:
-        return f"{work}; --for with a GPU's name, such as RTX 4090 or H100, estimates the time"
+        return f"{work}; --for with a GPU's name estimates the time"
     steps, seconds = config.optim.max_steps, spent.total
     whole = f"; {duration(steps * seconds)} for --max_steps {steps:,}" if steps else ""
     if isinstance(planned.data, DataAudit) and planned.data.kind != "prompts" and not steps:
@@ -278,9 +284,11 @@ class Speed:
     decoding_without_graphs: float | None
 
 
-def expected_speeds(time: StepTime, card: Card | None) -> list[Speed]:
-    """Of the card that is asked for, where its peak is known, and of some common ones."""
-    cards = {each.name: each for each in ([card] if card else []) + [*map(find_card, COMMON_CARDS)]}
+def expected_speeds(
+    time: StepTime, card: Card | None, names: Sequence[str] = COMMON_CARDS
+) -> list[Speed]:
+    """Of the card that is asked for, where its peak is known, and of others by their names."""
+    cards = {each.name: each for each in ([card] if card else []) + [*map(find_card, names)]}
     speeds = []
     for each in cards.values():
         as_is, unfused = time.on(each), time.on(each, fused=False)
@@ -320,17 +328,14 @@ def _launch_lines(planned: Planned, time: StepTime) -> Iterator[str]:
 
 
 def _speed_lines(speeds: Sequence[Speed]) -> Iterator[str]:
-    decodes = any(each.decoding is not None for each in speeds)
-    columns = ["tokens/s, estimated", "training", "not fused", "no graphs"]
-    rows = []
+    columns, rows = ["tokens/s, estimated", "training"], []
     for each in speeds:
-        training = (each.training, each.training_unfused, each.training_without_graphs)
-        rows.append([each.device, *(f"{number:,.0f}" for number in training)])
-    if decodes:
-        columns += ["decoding", "no graphs"]
-        for row, each in zip(rows, speeds, strict=True):
-            row += [f"{each.decoding:,.0f}", f"{each.decoding_without_graphs:,.0f}"]
-    yield from table(columns, rows)
+        rows.append([each.device, f"{each.training:,.0f}"])
+        if each.decoding is not None:
+            rows[-1].append(f"{each.decoding:,.0f}")
+    if rows:
+        columns += ["decoding"] * (len(rows[0]) - len(columns))
+        yield from table(columns, rows)
 
 
 def _gib(size: int) -> str:

@@ -61,7 +61,7 @@ class Planned:
     card: Card | None
     largest: dict[str, int]  # rows at a time that fit, by option
     better: StagePlan | None = None
-    changes: Change | None = None  # the options of ``better`` that were not typed so
+    changes: Change | None = None  # the options of what fits that were not typed so
     data: DataAudit | str | None = None  # why it was not counted; None: no data is named
 
     @property
@@ -133,7 +133,8 @@ def _planned(
     if card is None:
         return planned
     if planned.fits:
-        return replace(planned, largest=largest_rows(given, card.usable_bytes))
+        changes = _changes(plan.config, given.config) or None
+        return replace(planned, largest=largest_rows(given, card.usable_bytes), changes=changes)
     bits = "base_bits" in option_names(STAGES[name].config)
     if (fitting := search(planner, card=card, processes=processes, has_bits=bits)) is None:
         return planned
@@ -318,14 +319,17 @@ def search(
         except ValueError:
             continue  # the stage refuses it
         if fitting := _in_smaller_batches(plan, card):
-            # Options whose values differ, recomputation included where it was left open.
-            old, new = flatten(first.config), flatten(fitting.config)
-            names = {*recomputing_options(fitting.config)}
-            names |= {each.size for each in batch_options(fitting.config)}
-            names |= {"tokens_per_device", "gradient_accumulation_steps"}
-            changed = {n: v for n, v in new.items() if n in names and v != old[n]}
-            return fitting, changed | change
+            return fitting, _changes(first.config, fitting.config) | change
     return None
+
+
+def _changes(old: Config, new: Config) -> dict[str, Any]:
+    """Options of batches and recomputation whose values differ, but for what is switched off."""
+    names = {*recomputing_options(new), "tokens_per_device", "gradient_accumulation_steps"}
+    names |= {each.size for each in batch_options(new)}
+    before = flatten(old)
+    changed = {n: v for n, v in flatten(new).items() if n in names and v != before[n]}
+    return {n: v for n, v in changed.items() if v is not False}
 
 
 def _sharing(config: Config, processes: int, *, has_bits: bool) -> Iterator[dict[str, Any]]:

@@ -390,7 +390,7 @@ def run_trials(
             for each in [each for each in running if each.follow()]:
                 running.remove(each)
                 name, _, steps, value, ended = _row(search, study.trials[each.trial.number], home)
-                log_once(f"{name}, {ended}: {search.metric} {value} after {steps} steps")
+                log_once(f"{name}, {ended}: {search.metric} {value} at step {steps}")
     finally:
         for each in running:
             each.stop()

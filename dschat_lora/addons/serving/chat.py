@@ -282,7 +282,10 @@ def run_chat(config: ChatConfig, read: Callable[[str], str] = input) -> None:
         {model.batch for model in served.values()}, max_batch_size=len(served), max_queue=0
     )
     decoder.start()
-    note(f"{', '.join(served)}: type a message; /help lists commands, Ctrl-D quits")
+    how = f"sampling at temperature {config.temperature:g} (/set temperature 0: greedy)"
+    if config.temperature == 0:
+        how = "greedy"
+    note(f"{', '.join(served)}, {how}: type a message; /help lists commands, Ctrl-D quits")
     try:
         prompt = "> " if is_terminal() else ""
         ChatSession([*served.values()], decoder, config, scorer).run(lambda: read(prompt))

@@ -1,7 +1,7 @@
 """Step 3 from a checked config to the saved result: setup, iterations, evaluations, export."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
 from dschat_lora.runtime.run import open_run
 
+FEW_PROMPTS = 16  # held out, below which the mean of their rewards is mostly noise
 NOTE = (
     "the GPU ran out of memory for training next to the KV cache, which was freed; from here on "
     "it is freed after every rollout, as with --release_inference_cache, which does not change "
@@ -70,7 +71,7 @@ def train(setup: RlhfSetup, engines: Engines) -> None:
     """Train by the schedule, evaluate on the way, and save the result; call on every rank."""
     config, run, trainer = setup.config, setup.run, RlhfTrainer(setup, engines)
     progress, generator, schedule = trainer.progress, trainer.generator, trainer.schedule
-    _announce(config, schedule, run.log.say)
+    _announce(setup, schedule)
     evaluator = RlhfEvaluator(
         setup, engines, generator, trainer.parts, trainer.state, lambda: progress.iteration
     )
@@ -122,7 +123,7 @@ def show_plan(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
     from dschat_lora.runtime.dry_run import say_options, say_sample
 
     config, run = setup.config, setup.run
-    _announce(config, schedule, run.log.say)
+    _announce(setup, schedule)
     run.log.say(
         "  time         unknown until the first iteration, as it depends on the length of responses"
     )
@@ -161,8 +162,9 @@ def _failures_saved(
     raise cause
 
 
-def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], None]) -> None:
-    """Say how long the run is, and what is doubtful about that."""
+def _announce(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
+    """Say how long the run is, and what is doubtful about that and its evaluations."""
+    config, say = setup.config, setup.run.log.say
     source, optim, batch = schedule.source, config.optim, config.batch
     prompts = source.size(0)
     responses, step = prompts * schedule.num_generations, schedule.rows_per_step
@@ -195,6 +197,12 @@ def _announce(config: RlhfConfig, schedule: RlhfSchedule, say: Callable[[str], N
                 least=min(batch.per_device_training_batch_size, batch.num_generations),
                 accumulation=batch.gradient_accumulation_steps,
             )
+        )
+    held_out = len(setup.data.prompts.eval)
+    if config.eval_prompts and 0 < held_out < FEW_PROMPTS:
+        warnings.append(
+            f"only {counted(held_out, 'prompt')} held out: the held-out reward says little; use "
+            "more data, a larger --eval_ratio or --eval_data_path"
         )
     for warning in filter(None, warnings):
         say(f"  warning      {warning}")

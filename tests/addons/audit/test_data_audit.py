@@ -42,6 +42,8 @@ def test_what_a_run_would_take_ends_with_0_and_can_be_a_page(audit, data, tmp_pa
     code, out, err = audit(data, "--bad_rows", "skip", "--show", 2, "--html", page)
     assert (code, err) == (0, "")
     assert f"bad row      {data}:3: row lacks 'completion'" in out
+    assert "note         a run holds out 5% of the rows" in out
+    assert "nothing to evaluate on" not in out
     assert f"{data}:1  sample: " in out
     assert "\n[...]: trained on\n" in out
     assert "[<|end|>]" in out

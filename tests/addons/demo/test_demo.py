@@ -35,19 +35,16 @@ def ran(monkeypatch, tmp_path):
     """(options by stage, output directory) of a demo whose stages are written down, not run."""
     asked = {}
 
-    def runs(name):
-        def run(**options):
-            asked[name] = options
-            evals = [
-                {"perplexity": 2.0, "accuracy": 0.5, "reward": 1.0, "kl": 0.0},
-                {"perplexity": 1.5, "accuracy": 0.9, "reward": 3.5, "kl": 0.625},
-            ]
-            write_metrics(options["output_dir"], evals)
+    def run(name, named, options, *, of_command):
+        assert of_command
+        asked[name] = {**named, **options}
+        evals = [
+            {"perplexity": 2.0, "accuracy": 0.5, "reward": 1.0, "kl": 0.0},
+            {"perplexity": 1.5, "accuracy": 0.9, "reward": 3.5, "kl": 0.625},
+        ]
+        write_metrics(options["output_dir"], evals)
 
-        return run
-
-    for name in demo.NAMES:
-        monkeypatch.setattr(demo.stages, name, runs(name))
+    monkeypatch.setattr(demo, "train", run)
     models = {"base": judged(0.1), "SFT": judged(0.5), "PPO": judged(0.9)}
     monkeypatch.setattr(demo_judge, "evaluate_by_rule", lambda sft, policy: models)
     monkeypatch.setattr(demo_judge, "accuracy_by_flaw", lambda directory: {"curt": 0.75})

@@ -27,10 +27,14 @@ def test_inspect_says_what_an_adapter_is(verb, home):
 
 
 @pytest.mark.smoke
-def test_inspect_says_what_of_a_run_learns(tmp_path):
+def test_inspect_says_what_of_a_run_learns_and_at_which_rate(tmp_path):
     learns = {"actor": {"words": "q_proj of 4 layers; frozen: norms"}, "critic": None}
-    (tmp_path / "run.json").write_text(json.dumps({"stage": "rlhf", "learns": learns}))
-    assert describe(tmp_path)["learns"] == {"actor": "q_proj of 4 layers; frozen: norms"}
+    rates = {"learning_rate": 5e-5, "lora_learning_rate": 5e-4, "only_optimize_lora": True}
+    record = {"stage": "rlhf", "learns": learns, "config": rates}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    facts = describe(tmp_path)
+    assert facts["learns"] == {"actor": "q_proj of 4 layers; frozen: norms"}
+    assert (facts["lora_learning_rate"], "learning_rate" in facts) == (5e-4, False)
 
 
 def test_inspect_names_the_weights_of_experts_that_learn(tmp_path):

@@ -429,9 +429,23 @@ def test_a_step_that_waits_for_launches_is_said_to(capsys):
     assert "limited by kernel launches" in words
     _, text = run(capsys, f"{line} --per_device_train_batch_size 1024 --compile")
     assert "launching" not in text
-    rows = [line.split() for line in text.splitlines()]
-    names = [row[0] for row in rows if row and row[0] in ("H100", "H200", "A100", "RTX", "T4")]
-    assert names == ["H100", "H200", "A100", "RTX", "T4"]
+
+
+@pytest.mark.parametrize(
+    ("device", "names"),
+    [
+        ("", ["H200", "A100", "RTX 4090", "T4"]),
+        ("--for H100", None),  # whose speed is on the line of time
+        ("--for 24GB", ["L4", "A10", "RTX 3090", "RTX 4090"]),
+        ("--for 24GiB", ["L4", "A10", "RTX 3090", "RTX 4090"]),
+        ("--for 23GB", None),
+    ],
+)
+def test_speeds_are_of_cards_that_could_be_meant(device, names, capsys):
+    _, text = run(capsys, f"sft --model_name_or_path opt-125m --lora_dim 16 {device}")
+    rows = text.partition("tokens/s, estimated")[2].split("\n\n")[0].splitlines()[2:]
+    assert [row.rsplit(None, 1)[0] for row in rows] == (names or [])
+    assert ("tokens/s, estimated" in text) is (names is not None)
 
 
 def test_rows_that_would_be_dropped_are_counted_where_data_is_named(tmp_path, capsys):
@@ -460,7 +474,8 @@ def test_the_largest_micro_batch_stands_below_the_settings_that_it_belongs_to(ca
     _, text = run(capsys, f"{line} --per_device_train_batch_size 64")
     names = [each.split()[0] for each in text.splitlines() if each[:2] == "  " and each[2] != " "]
     assert names[-4:] == ["device", "that", "largest", "time"]
-    # A model that is named is not trained on the bundled data.
+    # In the batches that fit, and not on the bundled data, as a model is named.
+    assert "--per_device_train_batch_size 64" not in text.splitlines()[-1]
     assert text.splitlines()[-1].startswith("$ dschat-lora sft ")
     assert text.splitlines()[-1].endswith(" --data_path FILE")
 
@@ -545,7 +560,7 @@ def test_four_bits_are_planned_without_their_package(tiny, monkeypatch, capsys):
     ("line", "parts"),
     [
         ("sft --model_name_or_path ./nowhere", ["./nowhere", "does not exist"]),
-        ("nobody/nothing", ["nobody/nothing", "hub cannot be reached; give a directory"]),
+        ("nobody/nothing", ["nobody/nothing", "not on this machine", "; give a directory"]),
         ("rlhf --actor_model_name_or_path opt-125m", ["--critic_model_name_or_path"]),
         ("sft --tensor_parallel_size 3 --num_gpus 3 --lora_dim 4", ["--tensor_parallel_size 3"]),
     ],

@@ -39,7 +39,7 @@ def test_each_answer_goes_on_from_what_was_said_before(say, runs):
     first = peft_greedy(runs["a"], prompt_of(QUESTIONS[0]), 24).lstrip()
     second = peft_greedy(runs["a"], prompt_of(QUESTIONS[0], first, QUESTIONS[1]), 24).lstrip()
     assert out == f"{first}\n{second}\n"
-    assert err.startswith("a: type a message")
+    assert err.startswith("a, greedy: type a message")
 
 
 @pytest.mark.thorough
