@@ -174,7 +174,7 @@ def sft(
         lora_alpha=32.0: LoRA alpha: the update is scaled by lora_alpha / lora_dim
         target_modules=('all-linear',): layers to adapt: all-linear, name suffixes, or one regular expression
         dry_run=False: check options and data, print what the run would do, and exit
-        eval_interval=0: optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_interval=0: optimizer steps between evaluations, besides those at the start, after each epoch and at the end
         report_to=('none',): trackers to which metrics are also reported
         base_bits=None: bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
@@ -317,7 +317,7 @@ def reward(
         target_modules=('all-linear',): layers to adapt: all-linear, name suffixes, or one regular expression
         reward_loss='bradley_terry': loss of the reward model; bradley_terry compares the scores at the ends of the two answers; per_token is DeepSpeed-Chat's loss
         dry_run=False: check options and data, print what the run would do, and exit
-        eval_interval=0: optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_interval=0: optimizer steps between evaluations, besides those at the start, after each epoch and at the end
         report_to=('none',): trackers to which metrics are also reported
         base_bits=None: bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
@@ -467,7 +467,7 @@ def dpo(
         loss_type='sigmoid': loss of pairs, where sigmoid is DPO's original, or of single answers: kto
         beta=0.1: strength of the KL constraint to the reference; a larger beta keeps the policy closer
         dry_run=False: check options and data, print what the run would do, and exit
-        eval_interval=0: optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_interval=0: optimizer steps between evaluations, besides those at the start, after each epoch and at the end
         report_to=('none',): trackers to which metrics are also reported
         base_bits=None: bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
@@ -721,7 +721,7 @@ def rlhf(
         algorithm='ppo': reinforcement-learning algorithm
         kl_coef=None: coefficient of the KL divergence from the reference (0.1 or 0); default: by --algorithm
         dry_run=False: check options and data, print what the run would do, and exit
-        eval_interval=0: optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_interval=0: optimizer steps between evaluations, besides those at the start, after each epoch and at the end
         report_to=('none',): trackers to which metrics are also reported
         base_bits=None: bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
@@ -963,7 +963,7 @@ def distill(
         temperature=1.0: temperature of sampling and of all log-probabilities
         rollout_engine='own': engine that generates responses: own, vllm, servers or module:Class
         dry_run=False: check options and data, print what the run would do, and exit
-        eval_interval=0: optimizer steps between evaluations; 0: at the start, each epoch and the end
+        eval_interval=0: optimizer steps between evaluations, besides those at the start, after each epoch and at the end
         report_to=('none',): trackers to which metrics are also reported
         base_bits=None: bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
@@ -1120,7 +1120,7 @@ def merge(
 
     Options:
         base_bits=None: bits of the base that the adapter is merged into: 16, or 4 (NF4); default: those it was trained on; the merged weights are never quantised
-        dtype='auto': dtype of the saved weights; auto: that of the base if it has 16 bits, else bf16
+        dtype='auto': dtype of the saved weights; auto: that in which the base is stored
         overwrite_output_dir=False: overwrite a model in the output directory
         merge_max_kl=0.01: refuse a merge that changes the output distribution by more than this KL divergence (nats per token)
         trust_remote_code=False: allow running model code from a hub repository

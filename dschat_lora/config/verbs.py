@@ -30,7 +30,7 @@ class MergeConfig:
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option(
         "auto",
-        help="dtype of the saved weights; auto: that of the base if it has 16 bits, else bf16",
+        help="dtype of the saved weights; auto: that in which the base is stored",
     )
     merge_max_kl: float = option(
         0.01,

@@ -127,33 +127,33 @@ class DataAudit:
             return (
                 "no training rows are left after the split; give more data in --data_path or "
                 f"{none} 0, which holds none out, or check --data_split and --data_weights "
-                f"({self.overlap_rows} rows were left out as copies of held-out ones)"
+                f"(left out as copies of held-out rows: {self.overlap_rows})"
             )
         if self.kind == "prompts":
             if self.train_samples:
                 return None
             return (
-                f"none of the {self.train_rows} prompts has at most --max_prompt_seq_len "
+                f"none of {counted(self.train_rows, 'prompt')} has at most --max_prompt_seq_len "
                 f"{self.max_seq_len} tokens (the longest has {longest}); "
                 "raise it, or use --overlong truncate"
             )
         if self.supervised_tokens == 0 and self.identical_rows:
             return (
-                f"no pair is left to train on: of {self.train_rows} training rows "
-                f"{self.identical_rows} have equal answers (perhaps once cut to --max_seq_len "
-                f"{self.max_seq_len}) and {self.dropped_rows} are longer than that"
+                f"no pair is left to train on: of {counted(self.train_rows, 'training row')} "
+                f"{self.identical_rows} with equal answers (perhaps once cut to --max_seq_len "
+                f"{self.max_seq_len}) and {self.dropped_rows} longer than that were left out"
             )
         if self.supervised_tokens == 0:
             return (
-                f"no token of the {self.train_rows} training rows would be trained on: "
-                f"{self.dropped_rows} rows were dropped because prompt and completion do not fit "
+                f"no token of {counted(self.train_rows, 'training row')} would be trained on: "
+                f"prompt and completion of {self.dropped_rows} do not fit "
                 f"--max_seq_len {self.max_seq_len} (longest row: {longest} tokens); raise it"
             )
         # Of marked text a template's author answers for the end.
         if self._ended_answers == 0 and not self.chat_rows.get("marks"):
             return (
-                f"none of the {self.train_samples} training samples ends in end-of-sequence, so "
-                "the model would not learn to end answers; raise --max_seq_len "
+                f"none of {counted(self.train_samples, 'training sample')} ends in "
+                "end-of-sequence, so the model would not learn to end answers; raise --max_seq_len "
                 f"{self.max_seq_len}, or use --overlong drop to drop the truncated rows"
             )
         return None
@@ -165,15 +165,15 @@ class DataAudit:
         doubts = {
             f"only {self._ended_answers:.0%} of the samples end in end-of-sequence; answers may "
             "not stop": self._ended_answers < 0.5,
-            f"{cut} of {self.train_rows} training rows are longer than --{option} "
-            f"{self.max_seq_len}": cut > 0.1 * self.train_rows,
-            f"{self.overlap_rows} training rows are in --eval_data_path too; the evaluation will "
-            "be too optimistic": self.overlap_rows > 0 and not self.overlap_removed,
-            f"the prompts of {self.shared_prompt_rows} of {self.eval_rows} held-out pairs are in "
-            "training pairs too; for a stricter test give --eval_data_path with other "
-            "prompts": self.shared_prompt_rows > 0.1 * self.eval_rows,
-            f"{self.doubled_bos_rows} rows contain their own beginning-of-sequence token; only "
-            "one is kept": self.doubled_bos_rows > 0,
+            f"longer than --{option} {self.max_seq_len}: {cut} of "
+            f"{counted(self.train_rows, 'training row')}": cut > 0.1 * self.train_rows,
+            f"--eval_data_path has {counted(self.overlap_rows, 'training row')} too; the "
+            "evaluation will be too optimistic": self.overlap_rows > 0 and not self.overlap_removed,
+            f"training pairs have the prompts of {self.shared_prompt_rows} of "
+            f"{counted(self.eval_rows, 'held-out pair')} too; for a stricter test give "
+            "--eval_data_path with other prompts": self.shared_prompt_rows > 0.1 * self.eval_rows,
+            f"the beginning-of-sequence token that {counted(self.doubled_bos_rows, 'row')} had of "
+            "their own is kept once": self.doubled_bos_rows > 0,
             NONE_HELD_OUT: self.eval_samples == 0,
         }
         return tuple(text for text, applies in doubts.items() if applies)

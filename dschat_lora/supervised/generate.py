@@ -134,9 +134,9 @@ def generate_answers(config: GenerateConfig) -> None:
                 undrawn += sum(each.undrawn for each in answers or ())
             file.flush()
     if too_long:
-        note(f"{too_long:,} prompts are longer than {room:,} tokens and have no answer")
+        note(f"no answer to {counted(too_long, 'prompt')} of more than {room:,} tokens")
     if undrawn:
-        note(f"{undrawn:,} answers are missing: {undrawn_reason(())}")
+        note(f"{counted(undrawn, 'answer')} missing: {undrawn_reason(())}")
     if config.output_path is not None:
         note(f"{counted(count, 'prompt')} answered to {config.output_path}")
 

@@ -59,17 +59,17 @@ def test_sound_data_passes_without_a_word():
             {"train_rows": 0, "supervised_tokens": 0},
             "no training rows are left after the split; give more data in --data_path or "
             "--eval_ratio 0, which holds none out, or check --data_split and --data_weights "
-            "(1 rows were left out as copies of held-out ones)",
+            "(left out as copies of held-out rows: 1)",
         ),
         (
             {"supervised_tokens": 0, "eos_samples": 0, "dropped_rows": 100},
-            "no token of the 100 training rows would be trained on: 100 rows were dropped because "
-            "prompt and completion do not fit --max_seq_len 512 (longest row: 1200 tokens); "
+            "no token of 100 training rows would be trained on: "
+            "prompt and completion of 100 do not fit --max_seq_len 512 (longest row: 1200 tokens); "
             "raise it",
         ),
         (
             {"eos_samples": 0},
-            "none of the 96 training samples ends in end-of-sequence, so the model would not "
+            "none of 96 training samples ends in end-of-sequence, so the model would not "
             "learn to end answers; raise --max_seq_len 512, or use --overlong drop to drop the "
             "truncated rows",
         ),
@@ -85,9 +85,15 @@ def test_data_that_teaches_nothing_stops_the_run(changes, message):
     ("changes", "warning"),
     [
         ({"eos_samples": 47}, "only 49% of the samples end in end-of-sequence"),
-        ({"dropped_rows": 6, "truncated_rows": 5}, "11 of 100 training rows are longer than"),
-        ({"overlap_removed": False}, "1 training rows are in --eval_data_path too"),
-        ({"doubled_bos_rows": 3}, "3 rows contain their own beginning-of-sequence token; only one"),
+        (
+            {"dropped_rows": 6, "truncated_rows": 5},
+            "longer than --max_seq_len 512: 11 of 100",
+        ),
+        ({"overlap_removed": False}, "--eval_data_path has 1 training row too"),
+        (
+            {"doubled_bos_rows": 3},
+            "the beginning-of-sequence token that 3 rows had",
+        ),
         ({"eval_samples": 0}, "no row is held out"),
     ],
 )

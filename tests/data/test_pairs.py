@@ -52,7 +52,7 @@ def test_pairs_of_a_file_are_counted_by_what_became_of_them(prepared):
 
 
 def test_a_run_without_a_pair_left_stops_with_the_reason(prepared):
-    with pytest.raises(ValueError, match=r"of 2 training rows 2 have equal answers"):
+    with pytest.raises(ValueError, match=r"of 2 training rows 2 with equal answers"):
         prepared([preference("a", "b", "b"), preference("c", "d", "d")]).audit.check()
 
 

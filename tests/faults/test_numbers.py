@@ -493,7 +493,7 @@ def test_loss_whose_perplexity_overflows_is_told(run):
 def test_pairs_of_equal_answers_are_left_out_and_counted(run, refused, line):
     line = f"{line}opt/base --lora_dim 2"
     words = refused(line.replace("pairs.jsonl", "same.jsonl"))
-    assert "have equal answers (perhaps once cut to" in words
+    assert "with equal answers (perhaps once cut to" in words
     ended = run(line.replace("pairs.jsonl", "some_same.jsonl"))
     assert ended.code == 0
     assert "8 " in next(line for line in ended.out.splitlines() if "equal" in line)

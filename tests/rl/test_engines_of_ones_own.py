@@ -60,18 +60,21 @@ def test_what_is_drawn_after_an_end_is_left_out_with_its_log_probabilities():
     assert (turn.sampler_logprobs, math.isnan(turn.logprobs[0])) == ([-1.0], True)
 
 
+NOT_EACH = "gave log-probabilities that are not one in nats for each token"
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("given", "limit", "words"),
     [
         ([Drawn([3, 50])], 9, "returned the token 50, but the actor's vocabulary has 50"),
         ([Drawn([-1])], 9, "returned the token -1"),
-        ([Drawn([3] * 5)], 9, "returned 5 tokens, more than the limit of 4"),
-        ([Drawn([3, 4, 5])], 2, "returned 3 tokens, more than the limit of 2"),  # of a turn
+        ([Drawn([3] * 5)], 9, "returned more tokens (5) than the limit of 4"),
+        ([Drawn([3, 4, 5])], 2, "returned more tokens (3) than the limit of 2"),  # of a turn
         ([Drawn([])], 9, "returned a response without tokens"),
-        ([Drawn([3, 4], [-1.0])], 9, "gave 1 log-probabilities of 2 tokens"),
-        ([Drawn([3], [0.7])], 9, "gave 1 log-probabilities of 1 tokens that are not one in nats"),
-        ([], 9, "returned 0 of 1 responses"),
+        ([Drawn([3, 4], [-1.0])], 9, f"{NOT_EACH} (1 for 2)"),
+        ([Drawn([3], [0.7])], 9, f"{NOT_EACH} (1 for 1)"),
+        ([], 9, "returned a wrong number of responses: 0 instead of 1"),
     ],
 )
 def test_what_is_no_response_is_told_in_one_line_that_names_the_engine(given, limit, words):

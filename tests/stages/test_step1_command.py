@@ -156,7 +156,7 @@ def test_record_says_what_was_run_and_how_it_ended(title, home):
     assert record["status"] == "finished"
     assert record["world_size"] == 1
     assert record["config"]["lora_dim"] == 128
-    assert record["config"]["lora_learning_rate"] == record["config"]["learning_rate"]
+    assert record["config"]["lora_learning_rate"] == 5e-4
     assert record["config"]["gradient_accumulation_steps"] == 8
     assert record["config"]["seed"] == 1234
     assert record["command"][1] == "training/step1_sft/main.py"

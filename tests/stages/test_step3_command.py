@@ -280,7 +280,7 @@ def test_dry_run_prints_the_options_and_leaves_no_trace(home, command):
     before = files_of(home)
     ended = command(*SHORT, "--dry_run", "--verbose", "--output_dir", "nowhere")
     options = ["--algorithm ppo", "--kl_coef 0.1", "--actor_lora_dim 4"]
-    for line in [*options, "  iterations ", "dry run"]:
+    for line in [*options, "  iterations ", "only 3 prompts held out", "dry run"]:
         assert line in ended.out
     assert files_of(home) == before
 

@@ -114,7 +114,7 @@ def test_prompt_longer_than_the_room_has_no_answer(verb):
 
 
 def test_merged_directory_is_the_rounded_sum_and_states_its_deviation(verb, home, stock):
-    printed = json.loads(verb("merge", "sft", "--json"))
+    printed = json.loads(verb("merge", "sft", "--dtype", "bf16", "--json"))
     assert Path(printed["directory"]) == home / "sft" / "model"
     assert printed["dtype"] == "bf16"
     merged = AutoModelForCausalLM.from_pretrained(home / "sft" / "model", dtype="auto")
@@ -131,17 +131,18 @@ def test_merged_directory_is_the_rounded_sum_and_states_its_deviation(verb, home
     assert isinstance(answer, list)
 
 
-def test_merge_in_fp32_differs_by_rounding_alone(verb, home):
-    printed = json.loads(
-        verb("merge", "reward/adapter", "--output_dir", "whole", "--dtype", "fp32", "--json")
-    )
+def test_merge_is_in_the_type_of_the_base_and_in_fp32_differs_by_rounding_alone(verb, home):
+    printed = json.loads(verb("merge", "reward/adapter", "--output_dir", "whole", "--json"))
+    assert printed["dtype"] == "fp32"
     assert printed["kl_nats_per_token"] < 1e-9
     assert (home / "whole" / "config.json").is_file()
     assert "SequenceClassification" in (home / "whole" / "config.json").read_text()
 
 
 def test_merge_that_moves_the_model_too_far_is_refused_and_leaves_nothing(verb, home):
-    verb("merge", "sft", "--output_dir", "far", "--merge_max_kl", "1e-12", code=2)
+    verb(
+        "merge", "sft", "--output_dir", "far", *"--dtype bf16 --merge_max_kl 1e-12".split(), code=2
+    )
     assert not (home / "far").exists()
 
 

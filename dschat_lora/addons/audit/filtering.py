@@ -13,6 +13,7 @@ import regex
 from dschat_lora.addons.audit.options import FilterOptions
 from dschat_lora.addons.audit.similar_rows import Likeness, NearDuplicates, SharedRuns, words_of
 from dschat_lora.config.data import DataConfig
+from dschat_lora.config.plurals import counted
 from dschat_lora.config.staging import staged_file
 from dschat_lora.data.chat import Chat
 from dschat_lora.data.messages import content_text
@@ -71,13 +72,14 @@ class Filtered:
         if "near_duplicates" in counts:
             share = counts["near_duplicates"] / max(1, total)
             lines.append(
-                f"near         {counts['near_duplicates']:,} near duplicates ({share:.1%})"
+                f"near         {counted(counts['near_duplicates'], 'near duplicate')} ({share:.1%})"
             )
             for pair in self.near_duplicates:
                 lines.append(f"near         {pair.row} is like {pair.like} ({pair.by:.2f})")
         if "contaminated" in counts:
             share = counts["contaminated"] / max(1, total)
-            lines.append(f"contaminated {counts['contaminated']:,} rows ({share:.1%}) by --against")
+            words = counted(counts["contaminated"], "row")
+            lines.append(f"contaminated {words} ({share:.1%}) by --against")
             for pair in self.contaminated:
                 lines.append(f"contaminated {pair.row} has of {pair.like}: {pair.by}")
         if "kept" in counts:

@@ -108,14 +108,14 @@ def write_kept_answers(config: GenerateConfig, options: KeepOptions) -> None:
                 unkept += answers is not None and not kept
             file.flush()
     if too_long:
-        note(f"{too_long:,} prompts are longer than {room:,} tokens and have no answer")
+        note(f"no answer to {counted(too_long, 'prompt')} of more than {room:,} tokens")
     if unkept:
         wanted = ["ended by itself"]
         wanted += [] if options.min_reward is None else [f"scored {lowest:g}"]
         wanted += [] if options.keep == "all" else ["was better than another"]
-        note(f"{unkept:,} prompts have no row: no answer {' and '.join(wanted)}")
+        note(f"no row for {counted(unkept, 'prompt')}: no answer {' and '.join(wanted)}")
     if repeated:
-        note(f"{repeated:,} duplicate rows are left out")
+        note(f"left out {counted(repeated, 'duplicate row')}")
     where = f" to {config.output_path}" if config.output_path else ""
     note(f"{counted(len(seen), 'row')} of {counted(count, 'prompt')} written{where}")
 

@@ -52,6 +52,6 @@ def score_files(config: ScoreConfig) -> None:
         note(f"accuracy {right / pairs:.1%} over {counted(pairs, 'pair')}")
     if too_long:
         limit = scorer.max_seq_len
-        note(f"{too_long:,} rows are longer than {limit:,} tokens: their score is null")
+        note(f"no score (null) for {counted(too_long, 'row')} of more than {limit:,} tokens")
     where = f" to {config.output_path}" if config.output_path else ""
     note(f"{counted(count, 'row')} scored{where}")

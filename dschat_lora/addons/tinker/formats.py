@@ -16,6 +16,7 @@ from dschat_lora.addons.tinker.bases import Adapting, Base
 from dschat_lora.addons.tinker.losses import RATIO_MASK, READS, DatumLoss, make_loss
 from dschat_lora.addons.tinker.samplers import MAX_TOP, SampleOptions, SampleRequest, SampleResult
 from dschat_lora.addons.tinker.store import Facts
+from dschat_lora.config.plurals import counted
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 MAX_SAMPLES = 1024
@@ -161,7 +162,8 @@ def _chunks(chunks: Any, base: Base, where: str) -> Any:
         raise ValueError(f"{where} has no tokens")
     if len(tokens) > base.limit:
         raise ValueError(
-            f"{where} has {len(tokens)} tokens, and {base.name} has {base.limit} positions"
+            f"{where} has {counted(len(tokens), 'token')}, and {base.name} has {base.limit} "
+            "positions"
         )
     _check_tokens(tokens, base, where)
     return tokens
@@ -295,8 +297,8 @@ def _options(
     fields = JsonFields(body, "sampling_params")
     if room < 1:
         raise ValueError(
-            f"prompt has {prompt_length} tokens, and {base.name} {base.limit} positions: there is "
-            "no room for an answer"
+            f"prompt has {counted(prompt_length, 'token')}, and {base.name} {base.limit} "
+            "positions: there is no room for an answer"
         )
     most, seed = fields.take("max_tokens", int, room), fields.take("seed", int, None)
     if most > room:

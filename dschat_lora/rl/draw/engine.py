@@ -222,7 +222,10 @@ class EngineDecoder(Drawing):
         """
         drawn_rows = pending() if callable(pending) else pending
         if len(drawn_rows) != len(asked):
-            raise EngineError(f"{self._where} returned {len(drawn_rows)} of {len(asked)} responses")
+            raise EngineError(
+                f"{self._where} returned a wrong number of responses: {len(drawn_rows)} instead of "
+                f"{len(asked)}"
+            )
         turns = []
         for row, (tokens, logprobs) in zip(asked, drawn_rows, strict=True):
             own = [int(token) for token in tokens]
@@ -246,7 +249,7 @@ class EngineDecoder(Drawing):
     def _fault(self, row: Asked, tokens: list[int], logprobs: list[float] | None) -> str:
         """What is wrong with a response; empty where nothing is."""
         if len(tokens) > row.limit:
-            return f"returned {len(tokens)} tokens, more than the limit of {row.limit}"
+            return f"returned more tokens ({len(tokens)}) than the limit of {row.limit}"
         if strange := [token for token in tokens if not 0 <= token < self._vocab_size]:
             return (
                 f"returned the token {strange[0]}, but the actor's vocabulary has "
@@ -255,8 +258,8 @@ class EngineDecoder(Drawing):
         if logprobs is None or (len(logprobs) == len(tokens) and are_logprobs(logprobs)):
             return ""
         return (
-            f"gave {len(logprobs)} log-probabilities of {len(tokens)} tokens that are not one in "
-            "nats for each: leave them out (None), or give those of the distribution that was "
+            f"gave log-probabilities that are not one in nats for each token ({len(logprobs)} for "
+            f"{len(tokens)}): leave them out (None), or give those of the distribution that was "
             "drawn from"
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dschat_lora.config.addons import load, provided
 from dschat_lora.config.held import is_held
+from dschat_lora.config.plurals import counted
 from dschat_lora.data.media import MediaReader, media_of
 from dschat_lora.data.messages import MEDIA
 from dschat_lora.engine.distributed import gather_texts, raise_together
@@ -219,7 +220,7 @@ class UserFunction:
             if failure is None:
                 break
             if tries_left:
-                some = f" for {len(parts) - len(done)} of {len(parts)} responses"
+                some = f" for {len(parts) - len(done)} of {counted(len(parts), 'response')}"
                 note(f"{where} failed{some if single else ''} and is retried: {failure!r}")
             elif isinstance(failure, ValueError | OSError):
                 # It would pass for a wrong option or a full disk, and be shown without its place.
@@ -247,8 +248,8 @@ class UserFunction:
                 return list(returned)
             what = f"{len(returned)} {self.noun}"
         raise ValueError(
-            f"--{self.option} {self.name} returned {what} for {count} responses; it must "
-            f"return a list of {self.entry}, for each"
+            f"--{self.option} {self.name} returned {what} for {counted(count, 'response')}; it "
+            f"must return a list of {self.entry}, for each"
         )
 
     def _within_time(self, make: Callable[[], ResultT], count: int) -> ResultT:
@@ -262,7 +263,7 @@ class UserFunction:
                 raise
             raise RuntimeError(
                 f"--{self.option} {self.name} took more than the {self.timeout:g} seconds of "
-                f"--reward_timeout for {count} responses"
+                f"--reward_timeout for {counted(count, 'response')}"
             ) from None
 
     def _make(

@@ -30,7 +30,7 @@ def test_filtered_rows_are_in_the_counts_the_table_and_a_file(audit, tmp_path):
         f"error: --kept_path {kept} exists; choose another file, or use --overwrite_kept_path\n",
     )
     _, out, _ = audit(*options, "--overwrite_kept_path", "--stage", "rlhf")
-    assert "contaminated 1 rows (25.0%) by --against" in out
+    assert "contaminated 1 row (25.0%) by --against" in out
     assert f"kept         2 of 4 rows, in {kept}; left out: 1 contaminated, 1 duplicates" in out
 
 

@@ -265,7 +265,7 @@ def _no_messages(prompts):
 
 NESTED = reduce(lambda inner, _: [inner], range(3000), [])
 NO_REPLIES = {
-    "nothing": (None, "returned a NoneType for 1 responses"),
+    "nothing": (None, "returned a NoneType for 1 response;"),
     "generator": ((None for _ in range(1)), "returned a generator for"),
     "one message": (user("x"), "returned a dict for"),
     "too few": ([], "returned 0 replies for"),

@@ -168,16 +168,16 @@ def test_rows_without_a_winner_are_left_out_and_counted_and_none_is_written_twic
     words = f"generate run --prompts {'Hi ' * 2} --chat {SAMPLED}"
     found = verb(f"{words} --keep best --reward_function my_vowels:same")
     assert found.out == ""
-    line = "2 prompts have no row: no answer ended by itself and was better than another"
+    line = "no row for 2 prompts: no answer ended by itself and was better than another"
     assert line in found.err
     greedy = "generate run --prompts Hi Hi --chat --max_new_tokens 60 --keep all"
     found = verb(f"{greedy} --reward_function my_vowels:same")
     (row,) = rows_of(found.out)
     assert row["prompt"] == [{"role": "user", "content": "Hi"}]
-    assert "1 duplicate rows are left out" in found.err
+    assert "left out 1 duplicate row\n" in found.err
     found = verb(f"{greedy} --reward_function my_vowels:same --min_reward 1.5")
     assert found.out == ""
-    assert "2 prompts have no row: no answer ended by itself and scored 1.5" in found.err
+    assert "no row for 2 prompts: no answer ended by itself and scored 1.5" in found.err
 
 
 @pytest.mark.smoke
@@ -206,4 +206,4 @@ def test_sft_and_dpo_train_on_the_rows_of_a_builtin_reward(verb, home):
 def test_reward_that_asks_for_a_column_that_is_not_there_is_refused_in_one_line(verb):
     words = "generate run Hi --keep all --reward_function my_vowels:of_answer"
     (line,) = verb(words, code=2).err.splitlines()
-    assert "of_answer asks for answer" in line
+    assert "of_answer requires answer" in line

@@ -63,7 +63,7 @@ def test_rows_of_other_kinds_are_scored_and_too_long_ones_are_null(verb, home, s
     assert third["rejected_score"] is None
     assert third["chosen_score"] == pytest.approx(stock("Say a.", " a"), abs=1e-5)
     assert fourth["score"] == pytest.approx(stock("", "A plum is a fruit."), abs=1e-5)
-    assert "2 rows are longer than 40 tokens: their score is null" in ended.err
+    assert "no score (null) for 2 rows of more than 40 tokens" in ended.err
     assert "4 rows scored to " in ended.err
 
 

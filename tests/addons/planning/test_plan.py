@@ -560,7 +560,7 @@ def test_four_bits_are_planned_without_their_package(tiny, monkeypatch, capsys):
     ("line", "parts"),
     [
         ("sft --model_name_or_path ./nowhere", ["./nowhere", "does not exist"]),
-        ("nobody/nothing", ["nobody/nothing", "not on this machine", "; give a directory"]),
+        ("nobody/nothing", ["nobody/nothing", "no directory of this name, and "]),
         ("rlhf --actor_model_name_or_path opt-125m", ["--critic_model_name_or_path"]),
         ("sft --tensor_parallel_size 3 --num_gpus 3 --lora_dim 4", ["--tensor_parallel_size 3"]),
     ],
