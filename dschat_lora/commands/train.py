@@ -37,6 +37,7 @@ def run_stage(
         program=program,
         examples=examples,
         read_file=partial(options_of_file, name),
+        as_script=check is None,
     )
 
 

@@ -327,8 +327,8 @@ class OptimConfig(ScheduleConfig):
     )
     lora_learning_rate: float | None = of_adapters(
         None,
-        help="peak learning rate of the adapters; default: --learning_rate if given, else 5e-4 "
-        "(DPO 1e-5)",
+        help="peak learning rate of the adapters; default: 5e-4 (DPO 1e-5) or, except in the "
+        "scripts of training/, --learning_rate if given",
         replaces=("lora_lr_multiplier",),
     )
     lora_lr_multiplier: float | None = of_adapters(

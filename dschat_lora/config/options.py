@@ -156,6 +156,7 @@ def parse_config(
     examples: str | None = None,
     positionals: Sequence[str] = (),
     read_file: Callable[[str], Mapping[str, object]] | None = None,
+    as_script: bool = False,
 ) -> ConfigT:
     """An instance of ``config_class`` from ``argv`` (default: ``sys.argv[1:]``).
 
@@ -163,12 +164,15 @@ def parse_config(
     gives the values that it has, where they are not simply its lines. Words that belong to no
     option are the values of ``positionals`` in turn, the last of which takes several if it can.
     ``examples`` are lines that the help begins with. ``everyday`` of the class are the options that
-    ``--help`` shows before those of ``EVERYDAY``; of a class without it, all are shown.
+    ``--help`` shows before those of ``EVERYDAY``; of a class without it, all are shown. The help of
+    a script shows defaults as the class has them, that of a command those that are ``settled``.
 
     Raises:
         ValueError: naming an option that is unknown, or its value and what is allowed.
     """
-    fields, aliases = option_fields(config_class), option_aliases(config_class)
+    fields, aliases = dict(option_fields(config_class)), option_aliases(config_class)
+    if as_script:
+        fields |= _settled_by_class(config_class)
     parser = Parser(program or Path(sys.argv[0]).name, description, examples)
     sections = {name: field.metadata["section"] for name, (field, _) in fields.items()}
     everyday = getattr(config_class, "everyday", None)
@@ -201,6 +205,18 @@ def parse_config(
         else:
             values = {**read_file(namespace.config), **values}
     return build_config(config_class, values)
+
+
+def _settled_by_class(config_class: "type[DataclassInstance]") -> dict[str, OptionField]:
+    """The options that are ``settled``, whose help shows the default of the class instead."""
+    own, fields = flatten(build_config(config_class, {})), dict[str, OptionField]()
+    for name, (option, annotation) in option_fields(config_class).items():
+        if option.metadata["settled"]:
+            field, default = copy.copy(option), f"; default: {own[name]}"
+            about = re.sub("; default: .*", default, option.metadata["help"], count=1)
+            field.metadata = types.MappingProxyType({**option.metadata, "help": about})
+            fields[name] = field, annotation
+    return fields
 
 
 def _by_position(

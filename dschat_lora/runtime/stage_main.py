@@ -125,10 +125,11 @@ def run_main(
     program: str | None = None,
     examples: str | None = None,
     read_file: Callable[[str], Mapping[str, object]] | None = None,
+    as_script: bool = False,
 ) -> None:
     """Parse, check, run; a user's mistake ends as one line on stderr and exit code 2.
 
-    The last five arguments are those of :func:`dschat_lora.config.options.parse_config`. ``check``
+    The last six arguments are those of :func:`dschat_lora.config.options.parse_config`. ``check``
     finds mistakes before anything heavy is imported, and returns the resolved config.
     The processes of a launch go on together, once all have found their options in order.
     """
@@ -142,6 +143,7 @@ def run_main(
             program=program,
             examples=examples,
             read_file=read_file,
+            as_script=as_script,
         )
         config = check(config)
     except (ValueError, OSError) as error:

@@ -7,6 +7,7 @@ import pytest
 
 import dschat_lora.__main__ as command
 from dschat_lora.commands.stages import STAGES as VERBS_OF_STAGES
+from dschat_lora.commands.train import run_stage
 from dschat_lora.config.addons import installed
 from dschat_lora.config.options import (
     option_aliases,
@@ -180,7 +181,7 @@ def test_help_all_explains_every_option_with_the_everyday_ones_first_in_each_sec
     assert found == EVERYDAY_BY_STAGE[stage].split()
 
 
-def test_everyday_option_has_its_first_line_in_help_and_its_details_in_help_all(shown):
+def test_everyday_option_has_its_first_line_in_help_and_its_details_in_help_all(shown, capsys):
     short, whole = (" ".join(shown("sft", "--help", *more).split()) for more in ([], ["all"]))
     first = "hub name, model directory or output of an earlier stage; default: the bundled tiny"
     assert first in short
@@ -189,6 +190,10 @@ def test_everyday_option_has_its_first_line_in_help_and_its_details_in_help_all(
     assert "tiny model; or a GGUF file, from the hub as repository:file.gguf" in whole
     assert "training batch size per device, in rows (default: 16)" in short
     assert "training batch size per device, in rows (default: 16); of one micro" in whole
+    assert "LoRA rank; 0 trains all weights; default: 16" in short
+    with pytest.raises(SystemExit):
+        run_stage("sft", argv=["--help"])  # as a script
+    assert "0 trains all weights; default: 0" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_of_a_word_is_of_options_that_have_it_in_their_name_or_heading(shown):

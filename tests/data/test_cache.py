@@ -211,7 +211,7 @@ def test_processes_that_build_at_once_agree(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--data_output_path .*file cannot be written \(.*\)"):
+    with pytest.raises(ValueError, match=r"--data_output_path .*file is not writable \(.*\)"):
         load_or_build(tmp_path / "file" / "key", build)
 
 
