@@ -74,7 +74,7 @@ class Run:
         self.metrics = [parse_json(line) for line in lines if record is None]
 
     def __repr__(self) -> str:
-        return f"<Run {self.path}: {self.status}>"
+        return f"<Run {self.path}: {self.status}>".replace(f"{Path.cwd()}/", "")
 
     @property
     @api_boundary
