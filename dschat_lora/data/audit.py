@@ -182,7 +182,7 @@ class DataAudit:
         """A short table for people, warnings last; ``of_head``: of a stream's first rows alone."""
         types = ", ".join(f"{count:,} {kind}" for kind, count in self.rows_by_type.items())
         quantiles = ", ".join(f"{name} {n:,}" for name, n in self.length_quantiles.items())
-        fate = "left out" if self.overlap_removed else "trained on too"
+        fate = "left out" if self.overlap_removed else "still trained on"
         usable = sum(self.rows_by_type.values()) - self.eval_rows * self.overlap_removed
         train = counted(self.train_rows, "row")
         if self.data_part:
@@ -197,8 +197,8 @@ class DataAudit:
         head = f"of the first {HEAD_ROWS:,} of each source: " if of_head else ""
         table = {
             "rows": f"{head}{types or 'none'}; {self.bad_rows:,} bad ({self.empty_rows:,} empty)",
-            "repeated": f"{counted(self.duplicate_rows, 'duplicate')}, trained on; "
-            f"copies of held-out rows, {fate}: {self.overlap_rows:,}",
+            "repeated": f"{counted(self.duplicate_rows, 'duplicate')} (trained on), "
+            f"{self.overlap_rows:,} also held out ({fate})",
             "train": f"{train}, {counted(self.train_samples, 'sample')}, "
             f"{counted(self.tokens, 'token')}",
             "eval": f"{counted(self.eval_rows, 'row')}, {counted(self.eval_samples, 'sample')}",

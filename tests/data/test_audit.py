@@ -111,7 +111,7 @@ def test_the_borders_of_doubt_are_not_warned_about(changes):
 def test_the_table_shows_the_counts():
     assert make().lines() == [
         "rows         90 preference, 20 text; 2 bad (1 empty)",
-        "repeated     5 duplicates, trained on; copies of held-out rows, left out: 1",
+        "repeated     5 duplicates (trained on), 1 also held out (left out)",
         "train        100 rows, 96 samples, 4,000 tokens",
         "eval         10 rows, 9 samples",
         "length       min 3, p50 40, max 1,200 tokens",

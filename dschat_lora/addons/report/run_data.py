@@ -156,7 +156,7 @@ def read_run(directory: Path, *, metrics: str | None = None) -> RunData:
     facts = None
     if (record := _read(path, notes)) is not None:
         facts = _object(record)
-        notes += [f"{path} is no JSON object"] if facts is None else []
+        notes += [f"{path} is not a JSON object"] if facts is None else []
     path = directory / "metrics.jsonl"
     lines: list[dict[str, Any]] = []
     if metrics is None:

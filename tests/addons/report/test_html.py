@@ -605,7 +605,7 @@ def test_files_that_cannot_be_read_are_told_and_the_others_are_drawn(tmp_path):
         for name in ("run.json", "metrics.jsonl"):
             (path / name).write_bytes(content)
         notes = " ".join(read_run(path).notes)
-        assert "run.json is no JSON object" in notes
+        assert "run.json is not a JSON object" in notes
         assert "metrics.jsonl has no lines" in notes
     much = json.dumps({**rollouts_of("p")[0], "reward": "much"})
     for broken in ("[]", "{}", '{"prompt": 1}', much):
