@@ -9,6 +9,7 @@ Each name is imported when it is used: to import the package is quick.
 """
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 from dschat_lora.config.addon_names import ADDONS
@@ -22,6 +23,8 @@ _HOMES = {
     **dict.fromkeys(("generate", "merge"), "api.verbs"),
     "Algorithm": "rl.options.algorithms",
     "Addon": "config.addons",
+    "RowError": "data.readers",
+    "BUNDLED_DATA": "config.bundled",
 }
 _OF_ADDONS = [name for each in ADDONS.values() for name in each.functions.split()]
 __all__ = ["__version__", *_HOMES, *_OF_ADDONS]
@@ -42,11 +45,12 @@ def __getattr__(name: str) -> object:
             raise AttributeError(str(error)) from None
         value = addons.load(path)
     else:
-        text = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(text, name=name, obj=sys.modules[__name__])
+        close = get_close_matches(name, __all__, 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

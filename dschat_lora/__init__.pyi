@@ -13,6 +13,8 @@ from dschat_lora.api.stages import Run as Run
 from dschat_lora.api.stages import load as load
 from dschat_lora.rl.options.algorithms import Algorithm as Algorithm
 from dschat_lora.config.addons import Addon as Addon
+from dschat_lora.data.readers import RowError as RowError
+from dschat_lora.config.bundled import BUNDLED_DATA as BUNDLED_DATA
 from dschat_lora.addons.planning.python import Plan as Plan
 from dschat_lora.addons.planning.python import Tuned as Tuned
 from dschat_lora.addons.audit.python import Audit as Audit
@@ -37,7 +39,7 @@ def sft(
     max_seq_len: int = 512,
     columns: Sequence[str] | Mapping[str, str] = (),
     packing: bool = True,
-    learning_rate: float | Literal['auto'] = 5e-05,
+    learning_rate: float | Literal['auto'] | None = None,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
@@ -163,14 +165,14 @@ def sft(
         max_seq_len=512: maximum number of tokens per row, prompt and completion together
         columns=(): names of your columns, as in prompt=question completion=answer
         packing=True: pack several samples into rows of --max_seq_len
-        learning_rate=5e-05: peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights
+        learning_rate=None: peak learning rate; default: 0.0005 for adapters, 5e-05 for base weights
         num_train_epochs=1: number of training epochs; 0: evaluate only
         max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         per_device_train_batch_size=16: training batch size per device, in rows
         gradient_accumulation_steps=1: micro-batches per optimizer step
         seed=1234: random seed of initialisation, data order and sampling
         num_warmup_steps=0: number of optimizer steps of linear warm-up
-        lora_dim=None: LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0)
+        lora_dim=None: LoRA rank; 0 trains all weights; default: 16
         lora_alpha=32.0: LoRA alpha: the update is scaled by lora_alpha / lora_dim
         target_modules=('all-linear',): layers to adapt: all-linear, name suffixes, or one regular expression
         dry_run=False: check options and data, print what the run would do, and exit
@@ -181,8 +183,8 @@ def sft(
         gradient_checkpointing='auto': recompute activations in the backward pass to save memory; auto: if they would not fit
         deepspeed_config=None: DeepSpeed JSON such as configs/ds/zero2.json; "auto" fields are filled in
 
-    80 more: `dschat-lora sft --help all` lists them in a terminal, and
-    `dschat-lora sft --help WORD` those with a word in their names; with ! in a notebook.
+    80 more: `print(dl.sft.options)` lists all, by section, as
+    `dschat-lora sft --help all` does in a terminal.
     """
 
 def reward(
@@ -197,7 +199,7 @@ def reward(
     max_seq_len: int = 512,
     columns: Sequence[str] | Mapping[str, str] = (),
     packing: bool = False,
-    learning_rate: float | Literal['auto'] = 5e-05,
+    learning_rate: float | Literal['auto'] | None = None,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
@@ -305,14 +307,14 @@ def reward(
         max_seq_len=512: maximum number of tokens per row, prompt and completion together
         columns=(): names of your columns, as in prompt=question completion=answer
         packing=False: pack several samples into rows of --max_seq_len
-        learning_rate=5e-05: peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights
+        learning_rate=None: peak learning rate; default: 0.0005 for adapters, 5e-05 for base weights
         num_train_epochs=1: number of training epochs; 0: evaluate only
         max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         per_device_train_batch_size=16: training batch size per device, in rows
         gradient_accumulation_steps=1: micro-batches per optimizer step
         seed=1234: random seed of initialisation, data order and sampling
         num_warmup_steps=0: number of optimizer steps of linear warm-up
-        lora_dim=None: LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0)
+        lora_dim=None: LoRA rank; 0 trains all weights; default: 16
         lora_alpha=32.0: LoRA alpha: the update is scaled by lora_alpha / lora_dim
         target_modules=('all-linear',): layers to adapt: all-linear, name suffixes, or one regular expression
         reward_loss='bradley_terry': loss of the reward model; bradley_terry compares the scores at the ends of the two answers; per_token is DeepSpeed-Chat's loss
@@ -323,8 +325,8 @@ def reward(
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
         gradient_checkpointing='auto': recompute activations in the backward pass to save memory; auto: if they would not fit
 
-    84 more: `dschat-lora reward --help all` lists them in a terminal, and
-    `dschat-lora reward --help WORD` those with a word in their names; with ! in a notebook.
+    84 more: `print(dl.reward.options)` lists all, by section, as
+    `dschat-lora reward --help all` does in a terminal.
     """
 
 def dpo(
@@ -339,7 +341,7 @@ def dpo(
     max_seq_len: int = 512,
     columns: Sequence[str] | Mapping[str, str] = (),
     packing: bool = False,
-    learning_rate: float | Literal['auto'] = 1e-06,
+    learning_rate: float | Literal['auto'] | None = None,
     num_train_epochs: int = 1,
     max_steps: int = 0,
     per_device_train_batch_size: int = 16,
@@ -455,13 +457,13 @@ def dpo(
         max_seq_len=512: maximum number of tokens per row, prompt and completion together
         columns=(): names of your columns, as in prompt=question completion=answer
         packing=False: pack several samples into rows of --max_seq_len
-        learning_rate=1e-06: peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights
+        learning_rate=None: peak learning rate; default: 1e-05 for adapters, 1e-06 for base weights
         num_train_epochs=1: number of training epochs; 0: evaluate only
         max_steps=0: number of optimizer steps (of rlhf by default 4 an iteration); 0: by --num_train_epochs
         per_device_train_batch_size=16: training batch size per device, in rows
         gradient_accumulation_steps=1: micro-batches per optimizer step
         seed=1234: random seed of initialisation, data order and sampling
-        lora_dim=None: LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0)
+        lora_dim=None: LoRA rank; 0 trains all weights; default: 16
         lora_alpha=32.0: LoRA alpha: the update is scaled by lora_alpha / lora_dim
         target_modules=('all-linear',): layers to adapt: all-linear, name suffixes, or one regular expression
         loss_type='sigmoid': loss of pairs, where sigmoid is DPO's original, or of single answers: kto
@@ -473,8 +475,8 @@ def dpo(
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
         gradient_checkpointing='auto': recompute activations in the backward pass to save memory; auto: if they would not fit
 
-    92 more: `dschat-lora dpo --help all` lists them in a terminal, and
-    `dschat-lora dpo --help WORD` those with a word in their names; with ! in a notebook.
+    92 more: `print(dl.dpo.options)` lists all, by section, as
+    `dschat-lora dpo --help all` does in a terminal.
     """
 
 def rlhf(
@@ -489,7 +491,7 @@ def rlhf(
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     actor_lora_dim: int | None = None,
-    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
+    actor_learning_rate: float | Literal['auto'] | None = None,
     max_prompt_seq_len: int = 256,
     max_answer_seq_len: int = 256,
     columns: Sequence[str] | Mapping[str, str] = (),
@@ -565,7 +567,7 @@ def rlhf(
     critic_expert_lora_alpha: float | None = None,
     critic_target_modules: str | Sequence[str] = ('all-linear',),
     critic_lora_module_name: str | None = None,
-    critic_learning_rate: float | Literal['auto'] = 5e-06,
+    critic_learning_rate: float | Literal['auto'] | None = None,
     critic_lora_learning_rate: float = 0.0005,
     critic_expert_learning_rate: float | None = None,
     critic_weight_decay: float = 0.0,
@@ -705,8 +707,8 @@ def rlhf(
         **options: those of ``dschat-lora rlhf --help all``, by their names.
 
     Everyday options:
-        actor_lora_dim=None: LoRA rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0)
-        actor_learning_rate=9.65e-06: peak learning rate of the adapter (default 5e-4) or of base weights
+        actor_lora_dim=None: LoRA rank of a new adapter; 0 trains all weights; default: 16
+        actor_learning_rate=None: peak learning rate; default: 0.0005 for the adapter, 9.65e-06 for base weights
         max_prompt_seq_len=256: maximum number of tokens of a prompt; --overlong applies to longer ones
         max_answer_seq_len=256: maximum number of tokens of a response
         columns=(): names of your columns, as in prompt=question completion=answer
@@ -726,8 +728,8 @@ def rlhf(
         base_bits=None: bits of the frozen base weights: 16, or 4 (QLoRA); default: those the loaded adapter was trained with, else 16
         zero_stage=None: ZeRO stage: 1 shards optimizer states over processes, 2 also gradients, 3 also weights; default: 0
 
-    175 more: `dschat-lora rlhf --help all` lists them in a terminal, and
-    `dschat-lora rlhf --help WORD` those with a word in their names; with ! in a notebook.
+    175 more: `print(dl.rlhf.options)` lists all, by section, as
+    `dschat-lora rlhf --help all` does in a terminal.
     """
 
 def distill(
@@ -742,7 +744,7 @@ def distill(
     resume: str | os.PathLike[str] | None = None,
     quiet: bool = False,
     actor_lora_dim: int | None = None,
-    actor_learning_rate: float | Literal['auto'] = 9.65e-06,
+    actor_learning_rate: float | Literal['auto'] | None = None,
     max_prompt_seq_len: int = 256,
     max_answer_seq_len: int = 256,
     per_device_training_batch_size: int = 16,
@@ -818,7 +820,7 @@ def distill(
     critic_expert_lora_alpha: float | None = None,
     critic_target_modules: str | Sequence[str] = ('all-linear',),
     critic_lora_module_name: str | None = None,
-    critic_learning_rate: float | Literal['auto'] = 5e-06,
+    critic_learning_rate: float | Literal['auto'] | None = None,
     critic_lora_learning_rate: float = 0.0005,
     critic_expert_learning_rate: float | None = None,
     critic_weight_decay: float = 0.0,
@@ -950,8 +952,8 @@ def distill(
         **options: those of ``dschat-lora distill --help all``, by their names.
 
     Everyday options:
-        actor_lora_dim=None: LoRA rank of a new adapter; 0 trains all weights; default: 16 (training/ and --config: 0)
-        actor_learning_rate=9.65e-06: peak learning rate of the adapter (default 5e-4) or of base weights
+        actor_lora_dim=None: LoRA rank of a new adapter; 0 trains all weights; default: 16
+        actor_learning_rate=None: peak learning rate; default: 0.0005 for the adapter, 9.65e-06 for base weights
         max_prompt_seq_len=256: maximum number of tokens of a prompt; --overlong applies to longer ones
         max_answer_seq_len=256: maximum number of tokens of a response
         per_device_training_batch_size=16: training batch size per device, in responses of one micro-batch
@@ -971,8 +973,8 @@ def distill(
         teacher_system_prompt=None: system message put before each prompt for the teacher, but not for the actor
         on_policy_share=1.0: fraction of the responses that the actor generates, in [0, 1]
 
-    169 more: `dschat-lora distill --help all` lists them in a terminal, and
-    `dschat-lora distill --help WORD` those with a word in their names; with ! in a notebook.
+    169 more: `print(dl.distill.options)` lists all, by section, as
+    `dschat-lora distill --help all` does in a terminal.
     """
 
 def generate(
@@ -991,7 +993,7 @@ def generate(
     chat_template_kwargs: str | Mapping[str, Any] | None = None,
     chat: bool = False,
     max_new_tokens: int = 128,
-    do_sample: bool = False,
+    do_sample: bool | Literal['auto'] = 'auto',
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -1000,7 +1002,7 @@ def generate(
     max_image_pixels: int = 50000000,
     image: str | Sequence[str] = (),
 ) -> list[str]:
-    """Answers to prompts, greedily unless told otherwise.
+    """Answers to prompts, greedily unless sampling is asked for, as by a ``temperature``.
 
     Args:
         model: as in ``dschat_lora.sft``: a name, a path, a run, (model, tokenizer), or None for the
@@ -1030,11 +1032,11 @@ def generate(
         chat_template_kwargs=None: JSON object of variables for the chat template, as in training
         chat=False: send --prompts as user messages through the chat template
         max_new_tokens=128: maximum number of tokens of an answer
-        do_sample=False: sample tokens instead of greedy decoding
-        temperature=1.0: sampling temperature, with --do_sample
+        do_sample='auto': sample tokens instead of greedy decoding; auto: if --temperature, --top_p or --top_k is given
+        temperature=1.0: sampling temperature
         top_p=1.0: sample from the most likely tokens with this total probability
         top_k=0: sample from this many most likely tokens; 0: all
-        num_return_sequences=1: number of answers per prompt, with --do_sample
+        num_return_sequences=1: number of sampled answers per prompt
         allow_image_urls=False: download images whose rows give http(s) addresses
         max_image_pixels=50000000: maximum number of pixels of an image; larger ones are rejected before decoding
         image=(): image files placed before each of --prompts, or at its <image> placeholders
@@ -1185,8 +1187,8 @@ def audit(
         stage='sft': stage for which rows are prepared: as sequences, pairs, or prompts of step 3
         seed=1234: random seed of --data_split and --eval_ratio
 
-    28 more: `dschat-lora audit --help all` lists them in a terminal, and
-    `dschat-lora audit --help WORD` those with a word in their names; with ! in a notebook.
+    28 more: `print(dl.audit.options)` lists all, by section, as
+    `dschat-lora audit --help all` does in a terminal.
     """
 
 def plan(
@@ -1324,7 +1326,7 @@ class Trainer(_Trainer):
             adam_epsilon=1e-08: epsilon of AdamW
             max_grad_norm=1.0: maximum gradient norm for clipping; 0: no clipping
             weight_decay=0.0: decoupled weight decay, not applied to biases and norms
-            lora_dim=None: LoRA rank; 0 trains all weights; default: 16 (training/ and --config: 0)
+            lora_dim=None: LoRA rank; 0 trains all weights; default: 16
             lora_alpha=32.0: LoRA alpha: the update is scaled by lora_alpha / lora_dim
             target_modules=('all-linear',): layers to adapt: all-linear, name suffixes, or one regular expression
             lora_dropout=0.0: dropout on the adapter's input, in [0, 1)

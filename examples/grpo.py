@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 import dschat_lora as dl
-from dschat_lora.assets import BUNDLED_DATA
 from dschat_lora.rl.draw.source import PromptOrder
 
 PROMPTS_PER_ITERATION = 8
@@ -132,7 +131,7 @@ def train(
 
 def bundled_prompts(count: int = 24) -> list[str]:
     """The first prompts of the bundled data."""
-    lines = Path(BUNDLED_DATA["train"]).read_text(encoding="utf-8").splitlines()
+    lines = Path(dl.BUNDLED_DATA["train"]).read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines[:count]]
 
 

@@ -43,12 +43,16 @@ from dschat_lora.runtime.caller import Callback
 def stub() -> str:
     """The text of the file."""
     names = [n for n in dl.__all__ if n not in (*WRITTEN_OUT, "__version__", "Trainer")]
-    homes = (f"from {getattr(dl, name).__module__} import {name} as {name}" for name in names)
+    homes = (f"from {_home(name)} import {name} as {name}" for name in names)
     parts = [HEAD + "\n".join(homes), "__version__: str\n__all__: list[str]\n"]
     parts += [_function(name, getattr(dl, name)) for name in WRITTEN_OUT]
     init = _function("__init__", dl.Trainer.__init__)
     body = "\n".join(f"    {line}".rstrip() for line in init.splitlines())
     return "\n".join([*parts, f"class Trainer(_Trainer):\n{body}\n"])
+
+
+def _home(name: str) -> str:
+    return getattr(getattr(dl, name), "__module__", f"{dl.__name__}.{dl._HOMES.get(name)}")
 
 
 def _function(name: str, function: Callable[..., Any]) -> str:

@@ -69,6 +69,17 @@ _TYPES = {
 }
 
 
+class Sections(dict[str, list[OptionRow]]):
+    """Options by section, which ``print`` shows one a line."""
+
+    def __str__(self) -> str:
+        parts = (
+            "\n".join([f"{title}:", *(f"    {row[0]}={row[2]!r}: {row[3]}" for row in rows)])
+            for title, rows in self.items()
+        )
+        return "\n\n".join(parts)
+
+
 class AllOptions(inspect.Signature):
     """A signature that editors read whole, and that ``help`` shows without rare options."""
 
@@ -113,9 +124,9 @@ def with_options(
             sections[name] = field.metadata["section"]
         first = getattr(config_class, "everyday", None) if only is None else None
         by_title = by_section(sections, first or ())
-        function.options = {  # type: ignore[attr-defined]
-            title: [rows[name] for name in names] for title, names in by_title.items()
-        }
+        function.options = Sections(  # type: ignore[attr-defined]
+            {title: [rows[name] for name in names] for title, names in by_title.items()}
+        )
         everyday = rows if first is None else everyday_options(rows, first)
         shown = [name for names in by_title.values() for name in names if name in everyday]
         added = {
@@ -132,9 +143,9 @@ def with_options(
                 parameters=[*own, *map(added.__getitem__, shown), others]
             )
             lines[2] = "Everyday options:"
-            command = f"dschat-lora {function.__name__} --help"
-            lines += ["", f"{more} more: `{command} all` lists them in a terminal, and"]
-            lines += [f"`{command} WORD` those with a word in their names; with ! in a notebook."]
+            name = function.__name__
+            lines += ["", f"{more} more: `print(dl.{name}.options)` lists all, by section, as"]
+            lines += [f"`dschat-lora {name} --help all` does in a terminal."]
         function.__signature__ = signature  # type: ignore[attr-defined]
         function.__doc__ = inspect.cleandoc(function.__doc__ or "") + "\n".join(lines)
         return api_boundary(function)
@@ -197,9 +208,15 @@ def model_value(model: object, option: str = "model") -> str | None:
     if isinstance(model, tuple | list) and len(model) == 2:
         saved: Path = late("models.fingerprint:saved_model")(*model)
         return str(saved)
+    name = option.removeprefix("actor_").removesuffix("_name_or_path")
+    hint = ""
+    if hasattr(model, "save_pretrained"):
+        hint = "; give it with its tokenizer, as in (model, tokenizer)"
+    elif name == "model" and isinstance(model, Iterable):
+        hint = "; rows are the argument data, as in data=rows"
     raise TypeError(
-        f"{option.removeprefix('actor_').removesuffix('_name_or_path')} must be a name, a path, a "
-        f"Run, or (model, tokenizer), got {type(model).__name__}"
+        f"{name} must be a name, a path, a Run, or (model, tokenizer), "
+        f"got {type(model).__name__}{hint}"
     )
 
 
@@ -247,7 +264,10 @@ def _rows_of(data: object) -> object:
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas, with NaN where none is
         rows, known = table.to_dict("records"), table.notna().to_dict("records")
         return [
-            {k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items() if has[k]}
+            {
+                k: (v.tolist() if hasattr(v, "tolist") else v) if has[k] else None
+                for k, v in row.items()
+            }
             for row, has in zip(rows, known, strict=True)
         ]
     if not isinstance(data, Iterable) and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
@@ -263,7 +283,7 @@ def _way_to_rows(data: object) -> str:
         return "; a single row goes into a list"
     if "DatasetDict" in type(data).__name__:
         return "; give one of its splits, such as data['train']"
-    return "; of lists by column datasets.Dataset.from_dict(data) makes rows"
+    return "; datasets.Dataset.from_dict(data) turns lists by column into rows"
 
 
 def _functions(value: object, option: str, stack: ExitStack) -> object:
@@ -337,8 +357,13 @@ def _numbers(weights: object) -> list[float]:
 def _reward_function(reward: object, stack: ExitStack) -> str | None:
     """The name of a function, which ``stack`` holds; None of a reward model."""
     if isinstance(reward, str):
-        is_function = ":" in reward and not Path(reward).expanduser().exists()
-        return reward if is_function else None
+        exists = Path(reward).expanduser().exists()
+        if reward.isidentifier() and not exists:
+            raise ValueError(
+                f"rewards has the text {reward!r}, and there is no directory of that name; give a "
+                "function itself, not its name"
+            )
+        return reward if ":" in reward and not exists else None
     if isinstance(reward, os.PathLike) or getattr(reward, "path", None) is not None:
         return None
     if isinstance(reward, tuple):

@@ -20,7 +20,8 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, directory: Path | None) -> None:
         """``directory`` is where a checkpoint is saved."""
-        words = "stopped, and nothing was saved"
+        when = "before the first step; " if _training.locked() else ""
+        words = f"{when}nothing was saved"
         if directory is not None:
             place = json.dumps(str(directory), ensure_ascii=False)
             words = (

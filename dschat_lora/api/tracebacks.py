@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import json
 import linecache
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
@@ -32,6 +34,7 @@ def api_boundary(public: PublicT) -> PublicT:
         try:
             return public(*args, **named)
         except BaseException as error:
+            _speak_python(error)
             if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
                 error.__traceback__ = cast(TracebackType, error.__traceback__).tb_next
                 _shorten(error)
@@ -39,6 +42,43 @@ def api_boundary(public: PublicT) -> PublicT:
             raise error  # DSCHAT_LORA_TRACEBACK=1 shows every frame
 
     return cast(PublicT, call)
+
+
+def _speak_python(error: BaseException) -> None:
+    """Name arguments in place of options in the message of an error that this package raises."""
+    *_, last = _entries(error.__traceback__)
+    if _is_ours(last.tb_frame):
+        error.args = tuple(_in_python(x) if isinstance(x, str) else x for x in error.args)
+
+
+# Of messages, what a Python program gives otherwise than a command line.
+_IN_PYTHON: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
+    (r"--reward_function python:", "the reward function "),
+    (r"--(eval_)?data_path python:", ""),
+    (r"\bpython:(?=\w)", ""),
+    (r"--reward_function\b", "rewards"),
+    (r"--critic_model_name_or_path(?= must|;|,|\.|$)", "critic"),
+    (r"--critic_model_name_or_path\b", "the reward model"),
+    (r"--resume_from_checkpoint (latest|auto)\b", r'resume="\1"'),
+    (r"--resume_from_checkpoint\b", "resume"),
+    # What begins a message is the option that it is about.
+    (r"(?<=[ (])--(overwrite_output_dir|accept_changed_data)\b", r"\1=True"),
+    (r"(?<=[ (])--eval_ratio 0\b", "eval_ratio=0"),
+    (r"(?<=[ (])--bad_rows skip\b", 'bad_rows="skip"'),
+    (r"(?<=[ (])--columns((?: \w+=\w+)+)", lambda m: f"columns={_items(m[1])}"),
+    (r"(?<=[ (])--columns\b", "columns"),
+)
+
+
+def _items(pairs: str) -> str:
+    return json.dumps(dict(pair.split("=") for pair in pairs.split()), ensure_ascii=False)
+
+
+def _in_python(message: str) -> str:
+    """A message that names arguments of Python's functions where they are no options."""
+    for pattern, words in _IN_PYTHON:
+        message = re.sub(pattern, words, message)
+    return message
 
 
 def _shorten(error: BaseException, *done: BaseException) -> bool:

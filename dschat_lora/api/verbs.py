@@ -38,7 +38,7 @@ _NAMED = ("model_name_or_path", "data_path")  # arguments under a shorter name
 def generate(
     model: Model | None, prompts: str | Sequence[str | Sequence[Message]], **sampling: object
 ) -> list[str]:
-    """Answers to prompts, greedily unless told otherwise.
+    """Answers to prompts, greedily unless sampling is asked for, as by a ``temperature``.
 
     Args:
         model: as in ``dschat_lora.sft``: a name, a path, a run, (model, tokenizer), or None for the

@@ -20,7 +20,10 @@ Scheduler = Literal[
 # In the description of an adapter that has them: PEFT's rank_pattern and alpha_pattern.
 OWN_SETTINGS = "modules of another rank or alpha"
 # of an adapter, where none is given
-DEFAULT_RANK = "16 (training/ and --config: 0)\nan adapter that is trained further keeps its rank"
+DEFAULT_RANK = (
+    "16\n0 in the scripts of training/ and with --config; an adapter that is trained further "
+    "keeps its rank"
+)
 of_adapters = partial(option, when="lora_dim")
 
 
@@ -320,9 +323,9 @@ class OptimConfig(ScheduleConfig):
 
     learning_rate: Rate = option(
         5e-5,
-        help="peak learning rate of adapters (default 5e-4, DPO 1e-5) or of base weights\nof "
-        "adapters if only they are trained, except in the scripts of training/; auto: by "
-        "published rules for width and stage, for adapters too",
+        help="peak learning rate\nof adapters if only they are trained, except in the scripts of "
+        "training/; auto: by published rules for width and stage, for adapters too",
+        settled="{default_lora_learning_rate} for adapters, {learning_rate} for base weights",
         when=base_rate_note,
     )
     lora_learning_rate: float | None = of_adapters(

@@ -28,6 +28,11 @@ def is_held(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def rows_in_words(name: str) -> str:
+    """A source of data as a log names it."""
+    return "your rows" if is_held(name) else name
+
+
 def is_in_module(name: str) -> bool:
     """Whether an option's value is ``module:object``."""
     return bool(_IN_MODULE.fullmatch(name))

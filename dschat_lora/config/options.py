@@ -6,6 +6,7 @@ yields ``--lora_dim``; with ``flat=False`` and the name ``actor`` it yields ``--
 
 import copy
 import dataclasses
+import difflib
 import functools
 import json
 import os
@@ -80,7 +81,8 @@ def option(
     The first line of ``help`` says of an everyday option what a newcomer needs, further lines what
     ``--help all`` adds. The help shows it in ``section``, or in that of its class. ``hint`` follows
     the message about a value that is not allowed. ``settled`` says in words what other things make
-    of the default, which the help then shows in its place, unless a stage has a default of its own.
+    of the default, which the help then shows in its place, unless a stage has a default of its own;
+    ``{name}`` in it is the stage's default of a field of the same class, and always shown.
     ``names`` are values that the help of a command lists, where others are allowed too.
     ``runs`` is what a checkpoint, which may be somebody else's, does not choose: "code" of a
     command or the like, "object" of the name of a user's object, which Python may give itself,
@@ -331,7 +333,7 @@ def options_in_python(
     for given, value in values.items():
         name = aliases.get(given, given)
         if name not in fields:
-            raise TypeError(in_python(unknown_option(f"--{given}", [*fields, *aliases])))
+            raise TypeError(unknown_in_python(given, [*fields, *aliases]))
         if value is None:
             continue
         field, annotation = fields[name]
@@ -355,10 +357,16 @@ def options_in_python(
     return converted
 
 
-def in_python(message: str) -> str:
-    """A message about an unknown option that names arguments of Python's functions."""
-    for name, argument in _ARGUMENTS.items():
-        message = re.sub(rf"--{name}\b", argument, message)
+def unknown_in_python(name: str, known: Collection[str]) -> str:
+    """The message about an argument of none of the ``known`` names."""
+    if name in ("rewards", "critic"):
+        return f"{name} is an argument of dl.rlhf"
+    here = [argument for option, argument in _ARGUMENTS.items() if option in known]
+    message = unknown_option(f"--{name}", known)
+    if "see --help" in message and (close := difflib.get_close_matches(name, here, 1)):
+        return message.replace("see --help", f"did you mean {close[0]}?")
+    for option, argument in _ARGUMENTS.items():
+        message = re.sub(rf"--{option}\b", argument, message)
     return message.replace("see --help", "see help() of the function")
 
 
@@ -449,8 +457,12 @@ def _fields_of_group(
         elif _is_option(field):
             own = copy.copy(field)
             about, settled = field.metadata["help"], field.metadata["settled"]
-            own.default = defaults.get(field.name, None if settled else field.default)
-            if settled and field.name not in defaults:
+            is_settled = "{" in settled or (settled and field.name not in defaults)
+            own.default = None if is_settled else defaults.get(field.name, field.default)
+            if is_settled:
+                settled = settled.format_map(
+                    {**{f.name: f.default for f in dataclasses.fields(config_class)}, **defaults}
+                )
                 about = re.sub(r"$", f"; default: {settled}", about, count=1, flags=re.MULTILINE)
             shown = field.metadata["section"] or section or getattr(config_class, "section", OTHER)
             here = {"help": about, "section": shown, "prefix": prefix}

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dschat_lora.config.addons import addon_options
 from dschat_lora.config.data import parse_columns
-from dschat_lora.config.groups import ModelConfig, require, require_numbers
-from dschat_lora.config.options import group, option, parse_config
+from dschat_lora.config.groups import ModelConfig, Switch, require, require_numbers
+from dschat_lora.config.options import given_options, group, option, parse_config
 from dschat_lora.config.stages import InferenceConfig
 
 if TYPE_CHECKING:
@@ -98,15 +98,20 @@ class GenerateConfig(ReadingConfig):
     json: bool = option(False, help="print JSON to standard output")
     chat: bool = option(False, help="send --prompts as user messages through the chat template")
     max_new_tokens: int = option(128, help="maximum number of tokens of an answer")
-    do_sample: bool = option(False, help="sample tokens instead of greedy decoding")
-    temperature: float = option(1.0, help="sampling temperature, with --do_sample")
+    do_sample: Switch = option(
+        "auto",
+        help="sample tokens instead of greedy decoding; auto: if --temperature, --top_p or --top_k "
+        "is given",
+    )
+    temperature: float = option(1.0, help="sampling temperature")
     top_p: float = option(
         1.0, help="sample from the most likely tokens with this total probability"
     )
     top_k: int = option(0, help="sample from this many most likely tokens; 0: all")
-    num_return_sequences: int = option(1, help="number of answers per prompt, with --do_sample")
+    num_return_sequences: int = option(1, help="number of sampled answers per prompt")
     seed: int = option(1234, help="random seed of sampling")
     addons: Any = group(addon_options("generate"))
+    given: frozenset[str] = given_options()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,11 +121,18 @@ class GenerateConfig(ReadingConfig):
         require_numbers(self, ">= 1e-06 (greedy: --no-do_sample)", "temperature")
         require_numbers(self, ">= 0", "top_k")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        if not self.do_sample and self.num_return_sequences > 1:
+        if not self.samples and self.num_return_sequences > 1:
             raise ValueError(
                 f"--num_return_sequences {self.num_return_sequences} needs --do_sample: greedy "
                 "answers are all the same"
             )
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled, as an option of sampling asks for where none says it."""
+        if isinstance(self.do_sample, bool):
+            return self.do_sample
+        return not self.given.isdisjoint(("temperature", "top_p", "top_k"))
 
 
 # What the help of a verb ends with.

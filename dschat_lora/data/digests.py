@@ -66,9 +66,10 @@ class DataDigest:
             return None
         unlike = (n for n, (a, b) in enumerate(zip(ours.blocks, theirs.blocks)) if a != b)  # noqa: B905
         first = next(unlike, min(len(ours.blocks), len(theirs.blocks))) * ours.block
+        last = min(first + ours.block, max(ours.samples, theirs.samples))
         return (
-            f"(was {then.samples:,} samples, now {self.samples:,}; they differ from samples "
-            f"{first + 1:,} to {first + ours.block:,} on)"
+            f"(was {then.samples:,} samples, now {self.samples:,}; the first difference is in "
+            f"samples {first + 1:,} to {last:,})"
         )
 
 

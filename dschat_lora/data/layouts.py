@@ -1,5 +1,6 @@
 """Columns of rows: names by ``--columns``, and layouts of published data sets, such as Alpaca."""
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,8 +54,10 @@ def rename(values: Columns, names: Mapping[str, str]) -> Columns:
     """
     for name, column in names.items():
         if column not in values:
+            close = difflib.get_close_matches(column, values, 1)
+            meant = f"; did you mean {name}={close[0]}?" if close else ""
             raise ValueError(
-                f"row lacks {column!r} of --columns {name}={column}; it has {sorted(values)}"
+                f"row lacks {column!r} of --columns {name}={column}; it has {sorted(values)}{meant}"
             )
     hidden = {*names, *names.values()}
     if names.keys() & ASKED:

@@ -36,10 +36,19 @@ class RowError(ValueError):
     """A row that cannot be used: where it is and why."""
 
     def __init__(self, location: str, reason: str) -> None:
-        super().__init__(location, reason)
-        self.location = location
         # Of values of the row a message shows no more than a person reads.
-        self.reason = reason if len(reason) <= MOST_WORDS else f"{reason[:MOST_WORDS]} ..."
+        reason = reason if len(reason) <= MOST_WORDS else f"{reason[:MOST_WORDS]} ..."
+        super().__init__(location, reason)
+
+    @property
+    def location(self) -> str:
+        """The row's place."""
+        return str(self.args[0])
+
+    @property
+    def reason(self) -> str:
+        """What is wrong with it."""
+        return str(self.args[1])
 
     def __str__(self) -> str:
         return f"{self.location}: {self.reason}"

@@ -1,13 +1,21 @@
 """Row types: a raw row is one of the six, and a stage can use it; checks of data before a run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from dschat_lora.config.data import DataConfig, DataKind, UnpairedRows, parse_columns, split_weight
+from dschat_lora.config.data import (
+    COLUMNS,
+    DataConfig,
+    DataKind,
+    UnpairedRows,
+    parse_columns,
+    split_weight,
+)
 from dschat_lora.config.files import TOO_DEEP
 from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.media import MediaReader
@@ -56,6 +64,7 @@ class ParsedRow(NamedTuple):
     kind: RowType
     values: dict[str, Any]  # of the row type's columns and others, without absent (null) ones
     layout: str = ""  # the layout it was found in, "" for the row type's own columns
+    empty: Collection[str] = ()  # its absent (null) columns
 
     @property
     def described(self) -> str:
@@ -240,16 +249,17 @@ def _checked_row(raw: RawRow, options: RowOptions) -> ParsedRow:
     values = rename(raw.values, options.columns) if options.columns else raw.values
     _check_media(values, read)
     # Files with rows of several types have null in the columns of the other types.
+    empty = [name for name, value in values.items() if value is None]
     values = {name: value for name, value in values.items() if value is not None}
     # A cell of a CSV file that is empty is text.
     if options.unpaired == "all" or values.get("label") == "":
         values.pop("label", None)
     values, layout = to_canonical(values)
-    kind = classify(values)
+    kind = classify(values, empty)
     if options.media is not None:
         present = [name for name in FIELDS[kind] if name in values]
         values = options.media.row(values, present, _folder(raw.location.rpartition(":")[0]))
-    if layout and (row := ParsedRow(raw.location, kind, values, layout)).is_encoded:
+    if layout and (row := ParsedRow(raw.location, kind, values, layout, empty)).is_encoded:
         return row
     present = [name for name in FIELDS[kind] if name in values]
     for name in present:
@@ -258,15 +268,15 @@ def _checked_row(raw: RawRow, options: RowOptions) -> ParsedRow:
         raise ValueError(f"{present} must be all texts or all message lists")
     if "label" in values and (good := flag(values["label"])) is not None:
         values = {**values, "label": good}
-    return ParsedRow(raw.location, kind, values, layout)
+    return ParsedRow(raw.location, kind, values, layout, empty)
 
 
-def classify(values: Mapping[str, object]) -> RowType:
-    """The type of a row by its columns, the richest that fits."""
+def classify(values: Mapping[str, object], empty: Collection[str] = ()) -> RowType:
+    """The type of a row by its columns, the richest that fits; ``empty`` ones are null."""
     has = values.keys()
     if has & {"chosen", "rejected"}:
         if missing := {"chosen", "rejected"} - has:
-            raise ValueError(f"row lacks {sorted(missing)[0]!r}; it has {sorted(has)}")
+            raise _lacking(sorted(missing)[0], has, empty)
         return "preference"
     if "messages" in has:
         return "conversation"
@@ -277,8 +287,26 @@ def classify(values: Mapping[str, object]) -> RowType:
     if "prompt" in has:
         return "prompt"
     if "completion" in has:
-        raise ValueError(f"row lacks 'prompt'; it has {sorted(has)}")
-    raise ValueError(f"row has {sorted(has)}; a row has {KNOWN_TYPES}")
+        raise _lacking("prompt", has, empty)
+    if names := [name for name in COLUMNS if name in empty]:
+        raise _lacking(names[0], has, empty)
+    raise ValueError(f"row has {sorted(has)}{_meant(COLUMNS, has)}; a row has {KNOWN_TYPES}")
+
+
+def _lacking(name: str, has: Collection[str], empty: Collection[str]) -> ValueError:
+    """The error about a column that a row lacks, or that is null there."""
+    if name in empty:
+        return EmptyTextError(f"`{name}` is empty; fill it in")
+    return ValueError(f"row lacks {name!r}; it has {sorted(has)}{_meant([name], has)}")
+
+
+def _meant(names: Collection[str], has: Collection[str]) -> str:
+    """The question whether a column of a row is one of ``names``, spelt otherwise."""
+    others = {str(each).lower(): each for each in has if each not in COLUMNS}
+    for name in names:
+        for close in difflib.get_close_matches(name, others, 1, 0.75):
+            return f" (did you mean --columns {name}={others[close]}?)"
+    return ""
 
 
 def split_preference(values: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -311,23 +339,26 @@ def require_usable(
 ) -> ParsedRow:
     """The row itself if ``kind`` can be made of it; two answers are one to learn as well."""
     if kind == "pairs" and row.kind != "preference":
-        lacks = "'chosen' and 'rejected'"
+        names, lacks = ["chosen", "rejected"], "'chosen' and 'rejected'"
         reason = "this stage compares a better and a worse answer"
     elif kind == "unpaired" and row.kind not in ("preference", "unpaired preference"):
-        lacks = "'label', or 'chosen' and 'rejected'"
+        names, lacks = ["label"], "'label', or 'chosen' and 'rejected'"
         reason = "this loss needs answers labelled good or bad"
     elif kind == "prompts" and row.kind == "text":
-        lacks, reason = "'prompt'", "this stage needs prompts"
+        names, lacks, reason = ["prompt"], "'prompt'", "this stage needs prompts"
     elif kind == "samples" and row.kind == "prompt":
-        lacks = "'completion'"
+        names, lacks = ["completion", "output", "answer"], "'completion'"
         reason = (
             "a prompt alone has no answer: name the text to train on 'completion' (--columns "
             "completion=COLUMN)"
         )
     else:
-        lacks = reason = ""
+        names, lacks, reason = [], "", ""
+    if empty := [name for name in names if name in row.empty]:
+        raise EmptyRowError(row.location, str(_lacking(empty[0], (), row.empty)))
     if lacks:
-        raise RowError(row.location, f"row lacks {lacks}; it has {sorted(row.values)}; {reason}")
+        has = f"it has {sorted(row.values)}{_meant(names, row.values)}"
+        raise RowError(row.location, f"row lacks {lacks}; {has}; {reason}")
     if kind not in ("samples", "unpaired") or row.kind != "unpaired preference":
         return row
     label = row.values["label"]

@@ -94,7 +94,7 @@ _IDENTITY = {
     "adapter": "the adapter",
     "start": "the initial adapter",
     "packing": "whether rows are packed",
-    "rows": "the number of rows",
+    "rows": "the number of rows after packing",
     "stream": "the sources that are streamed",
     "rows_per_step": "the rows of a step",
     "deepspeed_processes": "the processes, which shard the optimizer state with --deepspeed",

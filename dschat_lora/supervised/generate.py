@@ -98,8 +98,8 @@ def answer_prompts(
     Raises:
         ValueError: for a row that has no prompt.
     """
-    names = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k")
-    sampling = Sampling(**{name: getattr(config, name) for name in names})
+    drawn = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k")}
+    sampling = Sampling(config.max_new_tokens, do_sample=config.samples, **drawn)
     generate = AnswerGenerator(policy, sampling, batch_size=config.per_device_eval_batch_size)
     chat = make_chat(policy.tokenizer, config.loading.chat_template_kwargs)
     waiting, count = all_prompts(config, chat), 0

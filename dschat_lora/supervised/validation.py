@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from dschat_lora.config.addons import through_addons
+from dschat_lora.config.held import rows_in_words
 from dschat_lora.config.roles import MODEL
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.data.media import media_reader
@@ -95,8 +96,8 @@ def check_data(config: SupervisedConfig, inputs: Inputs) -> None:
 def announce(config: SupervisedConfig, inputs: Inputs) -> None:
     """Log model and data in the first line, and a note on each option that changes nothing."""
     bundled = config.data.data_path != inputs.asked
-    paths = "the bundled data" if bundled else " ".join(config.data.data_path)
-    more = " ".join(config.data.sft_only_data_path)
+    paths = "the bundled data" if bundled else " ".join(map(rows_in_words, config.data.data_path))
+    more = " ".join(map(rows_in_words, config.data.sft_only_data_path))
     say_once(f"model: {model_name(inputs.sources.of(MODEL))}; data: {paths} {more}".rstrip())
     note_without_effect(config)
 

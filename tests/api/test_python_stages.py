@@ -52,6 +52,7 @@ from helpers.addons import of_the_whole
 from helpers.launcher import ROOT
 
 pytestmark = pytest.mark.stage
+HOLED = pd.DataFrame([*ROWS, {"prompt": "a"}])
 
 
 def by_command(stage, tmp_path, **options):
@@ -389,7 +390,7 @@ def test_what_is_said_and_left_behind(sft, capsys, monkeypatch):
     assert f"output: {run.path} (started 20" in out
     assert "; temporary, deleted when Python exits; output_dir= keeps it)\n" in out
     assert re.search(r"finished 20\S+ \S+ after 0:00:\d\d\n", out)
-    assert "data: python:data" in out
+    assert "data: your rows" in out
     assert "dschat-lora" not in out  # commands are no help here
     assert dict(os.environ) == before
     assert sys.excepthook is hook  # torch's puts [rank0]: before each line
@@ -420,12 +421,12 @@ def test_a_mistake_is_an_exception_in_the_words_of_the_command(options, kind, me
 @pytest.mark.parametrize(
     ("kind", "data", "rows"),
     [
-        (SupervisedConfig, pd.DataFrame([*ROWS, {"text": "a"}]), [*ROWS, {"text": "a"}]),
+        (SupervisedConfig, HOLED, [*ROWS, {"prompt": "a", "completion": None}]),
         # Lists of a parquet file are arrays there.
         (
             SupervisedConfig,
             pd.DataFrame([{"messages": np.array([{"role": "user"}])}, {"text": pd.NA}]),
-            [{"messages": [{"role": "user"}]}, {}],
+            [{"messages": [{"role": "user"}], "text": None}, {"messages": None, "text": None}],
         ),
         (SupervisedConfig, ["Some text.", "b c"], [{"text": "Some text."}, {"text": "b c"}]),
         (RlhfConfig, ["What is 2?"], [{"prompt": "What is 2?"}]),
@@ -472,9 +473,9 @@ def test_tables_and_texts_are_rows(kind, data, rows):
         (lambda: dl.rlhf(rewards=[4]), TypeError, "rewards must be functions"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=[1, 2, 3]), ValueError, "3 weights"),
         (lambda: dl.rlhf(rewards=[brevity], reward_weights=2), ValueError, "a list of numbers"),
-        (lambda: dl.rlhf(rewards=lambda text: 1.0), ValueError, "--reward_function python:lambda"),
+        (lambda: dl.rlhf(rewards=lambda text: 1.0), ValueError, "the reward function lambda must"),
         (lambda: dl.rlhf(algorithm="gpro"), ValueError, "--algorithm must be one of ppo"),
-        (lambda: dl.rlhf(algorithm=4), ValueError, "--algorithm python:int must be a function"),
+        (lambda: dl.rlhf(algorithm=4), ValueError, "--algorithm int must be a function"),
         (lambda: dl.rlhf(algorithm="json:nosuch"), ValueError, "json has no algorithm nosuch"),
         (lambda: dl.rlhf(algorithm="nosuch:x"), ValueError, "--algorithm nosuch:x cannot be imp"),
         (lambda: dl.Algorithm(brevity, needs={"luck"}), ValueError, "needs of an algorithm are"),
@@ -494,7 +495,24 @@ def test_tables_and_texts_are_rows(kind, data, rows):
         (lambda: dl.load(None), TypeError, "path must be a directory or hub name, got NoneType"),
         (lambda: dl.load("nosuch/run/here"), ValueError, "nosuch/run/here"),
         (lambda: dl.load("nosuch"), ValueError, "nosuch: its configuration cannot be loaded"),
-        (lambda: dl.sft(data="python:data"), ValueError, "is an object of a Python program"),
+        (lambda: dl.sft(data="python:data"), ValueError, "data is an object of a Python program"),
+        (lambda: dl.sft(ROWS), TypeError, "got list; rows are the argument data"),
+        (lambda: dl.sft(rewards=[brevity]), TypeError, "rewards is an argument of dl.rlhf"),
+        (lambda: dl.rlhf(reward=brevity), TypeError, "did you mean rewards?"),
+        (lambda: dl.rlhf(rewards="brevity"), ValueError, "give a function itself, not its name"),
+        (
+            lambda: dl.rlhf(data=ROWS, algorithm="grpo"),
+            ValueError,
+            "critic must name a reward model (the",
+        ),
+        (lambda: dl.sft(resume="nosuch"), ValueError, "resume nosuch must be latest, auto, a"),
+        (
+            lambda: dl.sft(data=[{"Prompt": "a", "completion": "b"}]),
+            dl.RowError,
+            """data[0]: row lacks 'prompt'; it has ['Prompt', 'completion'] """
+            """(did you mean columns={"prompt": "Prompt"}?)""",
+        ),
+        (lambda: dl.sft(data=HOLED), dl.RowError, "data[36]: `completion` is empty; fill it in"),
     ],
 )
 def test_what_cannot_be_used_is_one_clear_exception(call, kind, words):
@@ -612,9 +630,9 @@ def test_public_names():
     for name in dl.__all__:
         assert getattr(dl, name) is not None
         assert name.startswith("__") or inspect.getdoc(getattr(dl, name))
-    assert set(dl.__all__) <= set(dir(dl))
-    with pytest.raises(AttributeError, match="nosuch"):
-        dl.nosuch  # noqa: B018
+    assert sorted(dl.__all__) == dir(dl)
+    with pytest.raises(AttributeError, match="'stf'; did you mean sft"):
+        dl.stf  # noqa: B018
 
 
 def test_editors_see_every_option_with_its_default():
@@ -634,6 +652,7 @@ def test_help_has_20_everyday_options_and_says_where_all_are(stage):
     lora_dim, rank = ("actor_lora_dim" if stage is dl.rlhf else "lora_dim"), "LoRA rank"
     assert any(line.startswith(f"        {lora_dim}=None: {rank}") for line in lines[:20])
     assert lines[20].strip() == ""
-    assert f"`dschat-lora {stage.__name__} --help all`" in lines[21]
+    assert f"`print(dl.{stage.__name__}.options)`" in lines[21]
+    assert f"    {lora_dim}=None: {rank}" in str(stage.options)
     assert all(f", {name}: " in text.splitlines()[2] for name in shown)
     assert "neftune_noise_alpha" not in text

@@ -559,7 +559,7 @@ def test_default_of_a_stage_is_used_and_shown_in_its_help(capsys, config_class, 
     with pytest.raises(SystemExit, match="0"):
         parse_config(config_class, ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"or of base weights (default: {expected['learning_rate']})" in shown
+    assert f" for adapters, {expected['learning_rate']} for base weights" in shown
 
 
 def test_one_option_given_leaves_a_stages_other_defaults():

@@ -83,7 +83,9 @@ def test_every_field_counts_and_where_it_differs_is_said(kind):
     for change in changes:
         others = [*[sample] * 130, replace(sample, **change), *[sample] * 69]
         found = TokenSet.of(others).identity.difference(before.blocks.to_dict())
-        assert found == "(was 200 samples, now 200; they differ from samples 129 to 192 on)", change
+        assert (
+            found == "(was 200 samples, now 200; the first difference is in samples 129 to 192)"
+        ), change
 
 
 def test_lengths_of_lists_that_join_to_the_same_are_told_apart():
@@ -103,13 +105,16 @@ def test_order_and_number_of_samples_count():
 
     assert found(samples) is None
     swapped = [*samples[:70], samples[71], samples[70], *samples[72:]]
-    assert found(swapped) == "(was 200 samples, now 200; they differ from samples 65 to 128 on)"
     assert (
-        found([*samples, samples[0]])
-        == "(was 200 samples, now 201; they differ from samples 193 to 256 on)"
+        found(swapped) == "(was 200 samples, now 200; the first difference is in samples 65 to 128)"
     )
     assert (
-        found(samples[:128]) == "(was 200 samples, now 128; they differ from samples 129 to 192 on)"
+        found([*samples, samples[0]])
+        == "(was 200 samples, now 201; the first difference is in samples 193 to 201)"
+    )
+    assert (
+        found(samples[:128])
+        == "(was 200 samples, now 128; the first difference is in samples 129 to 192)"
     )
 
 
@@ -122,7 +127,7 @@ def test_many_samples_have_larger_blocks_that_compare_with_smaller_ones(monkeypa
     assert (coarse.block, len(coarse.blocks)) == (256, 2)
     assert coarse.difference(fine) is fine.difference(coarse) is None
     samples[399] = samples[0]
-    words = "(was 400 samples, now 400; they differ from samples 257 to 512 on)"
+    words = "(was 400 samples, now 400; the first difference is in samples 257 to 400)"
     assert TokenSet.of(samples).blocks.difference(fine) == words
     assert fine.difference(TokenSet.of(samples).blocks) == words
 

@@ -112,7 +112,7 @@ def test_one_held_out_prompt_borrows_answers_and_one_prompt_of_all_is_refused(ru
     _, ((own, other, _),) = run(rows, eval_data_path=(str(held_out),))
     assert (own, other) == ("pa</s>", "pb</s>")
     with pytest.raises(
-        ValueError, match=r"train.jsonl:1: --loss_type kto needs answers to two prompts"
+        ValueError, match=r"train.jsonl:1: --loss_type kto needs answers to at least two"
     ):
         run([labelled("p", "a"), labelled("p", "b")])
 

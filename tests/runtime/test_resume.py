@@ -460,7 +460,7 @@ def test_run_of_the_same_identity_is_let_through(earlier):
         ("dtype", "--dtype (was fp32, now other)"),
         ("adapter", "the adapter (was r 4, alpha 32, now other)"),
         ("packing", "whether rows are packed (was True, now other)"),
-        ("rows", "the number of rows (was 40, now other)"),
+        ("rows", "the number of rows after packing (was 40, now other)"),
         ("rows_per_step", "the rows of a step (was 16, now other)"),
     ],
 )
@@ -494,12 +494,14 @@ def test_data_that_changed_are_refused_with_the_place_or_accepted_by_an_option(e
         check_identity(checkpoint, current)
     assert str(error.value).endswith(f"differs: {words}; --accept_changed_data resumes anyway")
     current |= {"train_data": now, "rows": 40}
-    with pytest.raises(ValueError, match=r"now 69; they differ from samples 65 to 128 on\); "):
+    with pytest.raises(
+        ValueError, match=r"now 69; the first difference is in samples 65 to 70\); "
+    ):
         check_identity(checkpoint, current)
     check_identity(checkpoint, current, accepts_changed_data=True)
     assert f"  note         accepted: {words}\n" in capsys.readouterr().out
     current |= {"tokenizer": "other"}
-    with pytest.raises(ValueError, match=r"65 to 128 on\)$"):
+    with pytest.raises(ValueError, match=r"65 to 70\)$"):
         check_identity(checkpoint, {**current, "eval_data": "dd", "rows": 41})
     with pytest.raises(ValueError, match="the run differs") as error:
         check_identity(checkpoint, current, accepts_changed_data=True)

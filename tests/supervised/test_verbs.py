@@ -96,7 +96,16 @@ def test_chat_message_is_rendered_as_in_training(verb):
 
 
 def test_draws_are_a_function_of_the_seed_and_differ_within_a_prompt(verb):
-    words = ["generate", "sft", PROMPTS[2], "--do_sample", "--num_return_sequences", 4, "--json"]
+    words = [
+        "generate",
+        "sft",
+        PROMPTS[2],
+        "--temperature",
+        1,
+        "--num_return_sequences",
+        4,
+        "--json",
+    ]
     words += ["--max_new_tokens", NEW_TOKENS]
     first, again, other = (verb(*words, "--seed", seed) for seed in (1, 1, 2))
     assert first == again != other

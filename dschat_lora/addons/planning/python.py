@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ class Plan:
         command: a command line that fits; None where nothing was found.
     """
 
-    facts: dict[str, Any] = field(repr=False)
-    text: str = field(repr=False)
-    peak: int = field(repr=False)
-    fits: bool | None = field(repr=False)
-    command: str | None = field(repr=False)
+    facts: dict[str, Any]
+    text: str
+    peak: int
+    fits: bool | None
+    command: str | None
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.peak / 2**30:.3g} GiB per device>"
 
     def __str__(self) -> str:
         return self.text

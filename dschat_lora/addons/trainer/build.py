@@ -26,8 +26,7 @@ from dschat_lora.checkpoint.manifest import verify, write_manifest
 from dschat_lora.checkpoint.tensors import TensorFiles, save_tensors
 from dschat_lora.config.files import read_json
 from dschat_lora.config.groups import LoraConfig, OptimConfig, is_on
-from dschat_lora.config.options import build_config, group, in_python, options_in_python
-from dschat_lora.config.parser import unknown_option
+from dschat_lora.config.options import build_config, group, options_in_python, unknown_in_python
 from dschat_lora.config.roles import MODEL
 from dschat_lora.config.stages import SupervisedConfig
 from dschat_lora.config.staging import staged_directory
@@ -123,7 +122,7 @@ def check_options(model: object, values: Mapping[str, Any]) -> tuple[TrainerConf
                 "optim_step(learning_rate=...)"
             )
         if name not in OPTIONS:
-            raise TypeError(in_python(unknown_option(f"--{name}", OPTIONS)))
+            raise TypeError(unknown_in_python(name, OPTIONS))
     config = build_config(TrainerConfig, options_in_python(TrainerConfig, values))
     path = model_value(model)
     config = replace(config, model=replace(config.model, model_name_or_path=path))

@@ -5,6 +5,7 @@ from pathlib import Path
 from dschat_lora.config.addons import groups_of
 from dschat_lora.config.data import DataConfig
 from dschat_lora.config.files import read_json
+from dschat_lora.config.held import PREFIX, rows_in_words
 from dschat_lora.models.source import ModelSource
 from dschat_lora.report.terminal import say_once
 from dschat_lora.rl.options.config import RlhfConfig
@@ -94,7 +95,10 @@ def announce(config: RlhfConfig, inputs: Inputs) -> None:
     """Log the models, the reward and the data on the first line; the first rank alone."""
     actor, critic = inputs.sources.of("actor"), inputs.sources.by_role.get("critic")
     by = [model_name(critic)] if critic is not None else []
-    by += [f"the function {function}" for function in config.rewards.reward_function]
+    by += [
+        f"the function {function.removeprefix(PREFIX)}"
+        for function in config.rewards.reward_function
+    ]
     by = by or [own.described() for own in config.players]
     source = "reward"
     if (own := config.reference) is not None:
@@ -102,7 +106,7 @@ def announce(config: RlhfConfig, inputs: Inputs) -> None:
         known = "the initial actor" if reference is None else model_name(reference)
         source, by = own.role, [own.model_name or known if own.is_served else known]
     bundled = config.data.data_path != inputs.asked
-    data = "the bundled prompts" if bundled else " ".join(config.data.data_path)
+    data = "the bundled prompts" if bundled else " ".join(map(rows_in_words, config.data.data_path))
     for own in groups_of(config, "described_data"):
         data = own.described_data() or data
     say_once(f"actor: {model_name(actor)}; {source}: {' and '.join(by)}; data: {data}")

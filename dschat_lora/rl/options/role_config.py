@@ -65,9 +65,9 @@ class RoleConfig:
     lora_module_name: str | None = as_in(LoraConfig, "lora_module_name", when="lora_dim")
     learning_rate: Rate = option(
         9.65e-6,
-        help="peak learning rate of the adapter (default 5e-4) or of base weights\nof the adapter "
-        "if only it is trained, except in the script of training/; auto: by published rules "
-        "for width and stage, for the adapter too",
+        help="peak learning rate\nof the adapter if only it is trained, except in the script of "
+        "training/; auto: by published rules for width and stage, for the adapter too",
+        settled="{lora_learning_rate} for the adapter, {learning_rate} for base weights",
         when=_base_rate_note,
     )
     lora_learning_rate: float = of_adapters(5e-4, help="peak learning rate of the adapter")
