@@ -167,8 +167,9 @@ class Screen(io.TextIOBase):
 
 
 def print_json(value: object, *, indent: int | None = 1) -> None:
-    """Print what ``--json`` asks for; what JSON lacks, such as a path, as text."""
-    write_text(json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n")
+    """Print from rank 0 what ``--json`` asks for; what JSON lacks, such as a path, as text."""
+    if os.environ.get("RANK", "0") == "0":
+        write_text(json.dumps(value, indent=indent, ensure_ascii=False, default=str) + "\n")
 
 
 def is_terminal() -> bool:
@@ -228,14 +229,18 @@ def wrapped(text: str, width: int = 80) -> str:
     )
 
 
-def sample_lines(label: str, prompt: str, answer: str) -> str:
+def sample_lines(label: str, prompt: str, answer: str, suffix: str = "") -> str:
     """A prompt and an answer to it in lines of a log, as people wrote them but for empty lines.
 
-    Long ones are cut, and words that are wider than a terminal are divided.
+    Long ones are cut, and words that are wider than a terminal are divided. ``suffix`` follows the
+    answer, cut or not.
     """
     shown = []
-    for name, text in ((f"  {label}", as_written(prompt)), ("            ->", answer.strip())):
-        text = harmless(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ...")
+    for name, text, end in (
+        (f"  {label}", as_written(prompt), ""),
+        ("            ->", answer.strip(), suffix),
+    ):
+        text = harmless((text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ...") + end)
         lines = filter(str.strip, re.sub(r"(\S{60})(?=\S)", r"\1\n", text).splitlines())
         shown.append(f"{name:<{_TEXT_COLUMN}}" + f"\n{'':<{_TEXT_COLUMN}}".join(lines))
     return "\n".join(shown)

@@ -172,12 +172,13 @@ def next_commands(
         return shlex.join(["dschat-lora", verb, *words, *command_line(options)])
 
     if stage == "reward":
+        actor = {}
         if named := values["model_name_or_path"]:
             # The reward model's base is an actor if SFT wrote it.
-            places = [Path(named), *Path(named).parents[:2]]
+            base = Path(named).expanduser()
+            places = [base, *base.parents[:3]] if base.is_dir() else []
             of_run = any((place / "run.json").is_file() for place in places)
-            named = named if of_run else "OUTPUT_OF_SFT"
-        actor = {_ACTOR: named} if named else {}
+            actor = {_ACTOR: named if of_run else "OUTPUT_OF_SFT"}
         return [
             typed("chat", named or "base", reward=home),
             typed("rlhf", **actor, critic_model_name_or_path=home, **rows),

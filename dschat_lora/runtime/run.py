@@ -199,9 +199,9 @@ def open_files(
         failure_detection.on_loss(lambda words: _recovery_message(run, words))
         with run.closing:
             yield run
+        on_rank_zero(log.sync)
         if directory is not None:
             log.say(f"finished {_now()} after {clock(log.position['seconds'])}")
-        on_rank_zero(log.sync)
     record.update({"status": "finished"})
     on_rank_zero(record.check)
     run.tell_end()

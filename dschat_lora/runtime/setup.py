@@ -121,7 +121,7 @@ def read_data(
         run.log.say(f"  {line}")
     held_out, rows = prepared.audit.eval_rows, prepared.audit.train_rows + prepared.audit.eval_rows
     by_default = not data.eval_data_path and "eval_ratio" not in run.config.given
-    if by_default and held_out and rows < FEW_ROWS:
+    if by_default and held_out and rows < FEW_ROWS and run.config.optim.num_train_epochs > 0:
         run.log.say(
             f"  note         {held_out} of the {rows} rows {'is' if held_out == 1 else 'are'} held "
             f"out for evaluation (--eval_ratio {data.eval_ratio:g}); --eval_ratio 0 trains on all"

@@ -56,4 +56,5 @@ def test_a_prompt_and_its_answer_are_shown_as_they_were_written():
     ]
     *_, wide, rest = terminal.sample_lines("before", "Hi", "a" * 65).splitlines()
     assert (wide, rest) == (f"            -> {'a' * 60}", f"{'':15}{'a' * 5}")
-    assert terminal.sample_lines("before", "Hi", "word " * 999).endswith("word  ...")
+    long = terminal.sample_lines("sample", "Hi", "word " * 999, " (score 1)")
+    assert long.endswith("word  ... (score 1)")

@@ -45,7 +45,7 @@ READ = "--data_path 'b c.jsonl' --columns chosen=good rejected=bad --data_split 
             True,
             "adapter",
             [
-                "chat OUTPUT_OF_SFT --reward 'out/my run'",
+                "chat facebook/opt-350m --reward 'out/my run'",
                 f"rlhf --actor_model_name_or_path OUTPUT_OF_SFT {PPO}",
             ],
         ),
@@ -67,7 +67,8 @@ def test_commands_fit_what_the_run_read_and_wrote(
     for name in written.split():
         (HOME / name).mkdir(parents=True)
     Path("out/sft").mkdir()
-    Path("out/sft/run.json").touch()
+    for run in (".", "out/sft"):  # a name of the hub is no directory of the run it is typed in
+        Path(run, "run.json").touch()
     config = parse_config(STAGES.get(stage, STAGES["sft"]).config, shlex.split(argv))
     commands = next_commands(stage, config, HOME, has_pairs=has_pairs)
     assert commands == [f"dschat-lora {each}" for each in expected]

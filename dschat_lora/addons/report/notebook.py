@@ -246,23 +246,23 @@ def curve(points: Points) -> Picture | None:
     if len(points) < 2:
         return None
     name, steps, values = points[0][0], [p[1] for p in points], [p[2] for p in points]
+    low, high = min(values), max(values)
 
     def place_x(step: float) -> float:
         return _LEFT + (step - steps[0]) / ((steps[-1] - steps[0]) or 1.0) * (_RIGHT - _LEFT)
 
     def place_y(value: float) -> float:
-        low, high = min(values), max(values)
         return _BOTTOM - (value - low) / ((high - low) or 1.0) * (_BOTTOM - _TOP)
 
     return Picture(
         label=_LABELS.get(name, name),
         words=f"{name}: {short(values[0])} at step {short(steps[0])}, {short(values[-1])} at step "
-        f"{short(steps[-1])}, between {short(min(values))} and {short(max(values))}",
+        f"{short(steps[-1])}, between {short(low)} and {short(high)}",
         path=" ".join(
             f"{place_x(steps[n]):.1f},{place_y(values[n]):.1f}" for n in thin(values, _MOST_POINTS)
         ),
         x_ticks=[(place_x(x), short(x)) for x in ticks(steps[0], steps[-1], 6) if x == round(x)],
-        y_ticks=[(place_y(y), short(y)) for y in ticks(min(values), max(values), 4)],
+        y_ticks=[(place_y(y), short(y)) for y in ticks(low, high, 4)],
         last=(place_y(values[-1]), short(values[-1])),
     )
 

@@ -233,15 +233,13 @@ def phase_rows(runs: Sequence[RunData]) -> Rows:
 
 def throughput_table(runs: Sequence[RunData]) -> tuple[list[str], Rows]:
     """Header and rows of the means of :data:`THROUGHPUT`; MFU is known of GPUs alone."""
-    means = {title_of(run): mean for run in runs if (mean := run.part("throughput"))}
+    means = [(title_of(run), mean) for run in runs if (mean := run.part("throughput"))]
     known = [
         name
         for name in THROUGHPUT
-        if not all(math.isnan(number(mean.get(name))) for mean in means.values())
+        if not all(math.isnan(number(mean.get(name))) for _, mean in means)
     ]
-    rows = [
-        [title, *(short(number(mean.get(name))) for name in known)] for title, mean in means.items()
-    ]
+    rows = [[title, *(short(number(mean.get(name))) for name in known)] for title, mean in means]
     return ["after warm-up", *(THROUGHPUT[name] for name in known)], rows
 
 

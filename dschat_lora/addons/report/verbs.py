@@ -25,15 +25,17 @@ def report(argv: list[str]) -> None:
         "--output_path",
         metavar="FILE",
         help="file to write; default: report.html in the directory of the run or, of several, in "
-        "the working directory",
+        "the working directory (reports.html where that is a run's)",
     )
     chosen = parser.values(argv, ["output_path"])
     homes = [Path(run).expanduser() for run in chosen["runs"]]
     for home in homes:
         if not (home / "run.json").is_file():
             raise ValueError(f"{home} holds no run.json: it is not the output directory of a run")
-    home = homes[0] if len(homes) == 1 else Path.cwd()  # whose own page stays
-    path = Path(chosen["output_path"] or home / FILE).expanduser()
+    path = homes[0] / FILE
+    if len(homes) > 1:  # whose own pages stay
+        path = Path.cwd() / ("reports.html" if Path("run.json").is_file() else FILE)
+    path = Path(chosen["output_path"] or path).expanduser()
     check_file_can_be_made(str(path), "output_path")
     title = ", ".join(home.resolve().name for home in homes)
     write_whole(path, render_report(title, read_runs(homes), {}))

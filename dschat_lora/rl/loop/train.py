@@ -44,7 +44,7 @@ from dschat_lora.runtime.export import export_trained, first_ids, say_next_steps
 from dschat_lora.runtime.loop import TrainingLoop, check_repeats, small_data_warning
 from dschat_lora.runtime.run import open_run
 
-FEW_PROMPTS = 16  # held out, below which the mean of their rewards is mostly noise
+FEW_PROMPTS = 16  # of an evaluation, below which the mean of their rewards is mostly noise
 NOTE = (
     "the GPU ran out of memory for training next to the KV cache, which was freed; from here on "
     "it is freed after every rollout, as with --release_inference_cache, which does not change "
@@ -199,10 +199,13 @@ def _announce(setup: RlhfSetup, schedule: RlhfSchedule) -> None:
             )
         )
     held_out = len(setup.data.prompts.eval)
-    if config.eval_prompts and 0 < held_out < FEW_PROMPTS:
+    used = min(config.eval_prompts, held_out)
+    if 0 < used < FEW_PROMPTS:
+        where, remedy = "held out", "use more data, a larger --eval_ratio or --eval_data_path"
+        if used < held_out:
+            where, remedy = "in an evaluation", "increase --eval_prompts"
         warnings.append(
-            f"only {counted(held_out, 'prompt')} held out: the held-out reward says little; use "
-            "more data, a larger --eval_ratio or --eval_data_path"
+            f"only {counted(used, 'prompt')} {where}: the held-out reward says little; {remedy}"
         )
     for warning in filter(None, warnings):
         say(f"  warning      {warning}")

@@ -215,6 +215,6 @@ class RlhfTrainer:
         if interval and (iteration - 1) % interval == 0:
             response, decode = experience.responses[0], self.setup.tokenizer.decode
             answer = decode(response.tokens, skip_special_tokens=True)
-            answer += f" (score {float(experience.scores[0]):.3g})"
-            log.say(sample_lines("sample", decode(response.prompt), answer))
+            score = f" (score {float(experience.scores[0]):.3g})"
+            log.say(sample_lines("sample", decode(response.prompt), answer, score))
         self.parts.check()
