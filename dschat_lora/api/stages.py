@@ -74,7 +74,10 @@ class Run:
         self.metrics = [parse_json(line) for line in lines if record is None]
 
     def __repr__(self) -> str:
-        return f"<Run {self.path}: {self.status}>".replace(f"{Path.cwd()}/", "")
+        path = self.path
+        with suppress(OSError, ValueError):  # the directory was removed; or another one
+            path = path.relative_to(Path.cwd())
+        return f"<Run {path}: {self.status}>"
 
     @property
     @api_boundary
@@ -299,7 +302,7 @@ def _checked_callback(callback: Callback) -> Callback:
         try:
             return callback(event, step, metrics)
         except (ValueError, OSError) as error:
-            raise RuntimeError(f"the callback {name} failed") from error
+            raise RuntimeError(f"the callback {name} failed: {error}") from error
 
     return called
 

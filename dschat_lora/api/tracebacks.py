@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import json
 import linecache
 import os
 import re
@@ -31,13 +30,14 @@ def api_boundary(public: PublicT) -> PublicT:
 
     @functools.wraps(public)
     def call(*args: object, **named: object) -> object:
+        handled = sys.exception()  # the caller's, which stays as it is
         try:
             return public(*args, **named)
         except BaseException as error:
             _speak_python(error)
             if not os.environ.get("DSCHAT_LORA_TRACEBACK"):
                 error.__traceback__ = cast(TracebackType, error.__traceback__).tb_next
-                _shorten(error)
+                _shorten(error, *([handled] if handled else ()))
                 _render_in_ipython(error)
             raise error  # DSCHAT_LORA_TRACEBACK=1 shows every frame
 
@@ -51,27 +51,17 @@ def _speak_python(error: BaseException) -> None:
         error.args = tuple(_in_python(x) if isinstance(x, str) else x for x in error.args)
 
 
-# Of messages, what a Python program gives otherwise than a command line.
-_IN_PYTHON: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
-    (r"--reward_function python:", "the reward function "),
-    (r"--(eval_)?data_path python:", ""),
-    (r"\bpython:(?=\w)", ""),
-    (r"--reward_function\b", "rewards"),
-    (r"--critic_model_name_or_path(?= must|;|,|\.|$)", "critic"),
-    (r"--critic_model_name_or_path\b", "the reward model"),
-    (r"--resume_from_checkpoint (latest|auto)\b", r'resume="\1"'),
-    (r"--resume_from_checkpoint\b", "resume"),
-    # What begins a message is the option that it is about.
-    (r"(?<=[ (])--(overwrite_output_dir|accept_changed_data)\b", r"\1=True"),
-    (r"(?<=[ (])--eval_ratio 0\b", "eval_ratio=0"),
-    (r"(?<=[ (])--bad_rows skip\b", 'bad_rows="skip"'),
-    (r"(?<=[ (])--columns((?: \w+=\w+)+)", lambda m: f"columns={_items(m[1])}"),
-    (r"(?<=[ (])--columns\b", "columns"),
+# Options that are arguments of another name, and objects of the program, in messages.
+_IN_PYTHON: Sequence[tuple[str, str]] = (
+    (r"(?<![\w/-])--reward_function python:", "the reward function "),
+    (r"(?<![\w/-])--(eval_)?data_path python:", ""),
+    (r"(?<![^\s(])python:(?=\w)", ""),
+    (r"(?<![\w/-])--reward_function\b", "rewards"),
+    (r"(?<![\w/-])--critic_model_name_or_path(?= must|;|,|\.|$)", "critic"),
+    (r"(?<![\w/-])--critic_model_name_or_path\b", "the reward model"),
+    (r"(?<![\w/-])--resume_from_checkpoint (latest|auto)\b", r'resume="\1"'),
+    (r"(?<![\w/-])--resume_from_checkpoint\b", "resume"),
 )
-
-
-def _items(pairs: str) -> str:
-    return json.dumps(dict(pair.split("=") for pair in pairs.split()), ensure_ascii=False)
 
 
 def _in_python(message: str) -> str:
@@ -133,6 +123,8 @@ def _render_in_ipython(error: BaseException) -> None:
         return
 
     def rendered() -> list[str]:
+        # Not that of the closure: a cycle would keep the tensors of its frames.
+        error = cast(BaseException, sys.exception())
         seen = type(error), error, _without_calls(error.__traceback__)
         text: list[str] = shell.InteractiveTB.structured_traceback(*seen)
         return text

@@ -196,7 +196,7 @@ def parse_config(
     if unknown:
         switches = [f"no-{name}" for name, (_, kind) in fields.items() if is_switch(kind)]
         known = [*fields, *aliases, "config", *switches]
-        named = [word for word in unknown if word.startswith("-")] or unknown[:1]
+        named = [word for word in unknown if re.match(r"-+[a-zA-Z]", word)] or unknown[:1]
         raise ValueError("; ".join(unknown_option(word, known) for word in dict.fromkeys(named)))
     values = {k: v for k, v in vars(namespace).items() if k in fields}
     if namespace.config is not None:

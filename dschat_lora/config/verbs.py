@@ -132,7 +132,7 @@ class GenerateConfig(ReadingConfig):
         """Whether tokens are sampled, as an option of sampling asks for where none says it."""
         if isinstance(self.do_sample, bool):
             return self.do_sample
-        return not self.given.isdisjoint(("temperature", "top_p", "top_k"))
+        return "temperature" in self.given or self.top_p < 1 or self.top_k > 0
 
 
 # What the help of a verb ends with.

@@ -1,6 +1,7 @@
 """Row types: a raw row is one of the six, and a stage can use it; checks of data before a run."""
 
 import difflib
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,7 +22,7 @@ from dschat_lora.data.layouts import rename, to_canonical
 from dschat_lora.data.media import MediaReader
 from dschat_lora.data.message_layouts import flag
 from dschat_lora.data.messages import IMAGES, MEDIA, EmptyTextError, check_message, medium_of
-from dschat_lora.data.readers import RawRow, RowError, iter_file, iter_rows
+from dschat_lora.data.readers import MOST_WORDS, RawRow, RowError, iter_file, iter_rows
 from dschat_lora.data.row_formats import TwoWayTokenizer, row_formats
 from dschat_lora.data.sources import DataSource, find_source
 from dschat_lora.data.templates import ASSISTANT
@@ -141,7 +142,9 @@ def _check_row(raw: RawRow, kind: DataKind, options: RowOptions) -> None:
 
 def at_bad_row(error: RowError) -> RowError:
     """The error where a row that cannot be used stops a run: it names what goes on without it."""
-    return type(error)(error.location, f"{error.reason}; --bad_rows skip leaves such rows out")
+    remedy = "; --bad_rows skip leaves such rows out"
+    reason = textwrap.shorten(error.reason, MOST_WORDS - len(remedy), placeholder=" ...")
+    return type(error)(error.location, reason + remedy)
 
 
 def check_some_prompt_fits(config: DataConfig, tokenizer: str, kind: DataKind = "samples") -> None:
@@ -296,14 +299,14 @@ def classify(values: Mapping[str, object], empty: Collection[str] = ()) -> RowTy
 def _lacking(name: str, has: Collection[str], empty: Collection[str]) -> ValueError:
     """The error about a column that a row lacks, or that is null there."""
     if name in empty:
-        return EmptyTextError(f"`{name}` is empty; fill it in")
+        return EmptyTextError(f"`{name}` is empty")
     return ValueError(f"row lacks {name!r}; it has {sorted(has)}{_meant([name], has)}")
 
 
 def _meant(names: Collection[str], has: Collection[str]) -> str:
     """The question whether a column of a row is one of ``names``, spelt otherwise."""
     others = {str(each).lower(): each for each in has if each not in COLUMNS}
-    for name in names:
+    for name in (each for each in names if each not in MEDIA):
         for close in difflib.get_close_matches(name, others, 1, 0.75):
             return f" (did you mean --columns {name}={others[close]}?)"
     return ""

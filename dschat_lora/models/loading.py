@@ -332,7 +332,9 @@ def hub_errors(option: str, name: str, what: str) -> Iterator[None]:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         if "couldn't connect to" in reason:
             cause: BaseException = error
-            while inner := cause.__cause__ or cause.__context__:
+            while inner := cause.__cause__ or (
+                None if cause.__suppress_context__ else cause.__context__
+            ):
                 cause = inner
             why = f"the hub cannot be reached ({cause})"
             if type(cause).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):

@@ -138,7 +138,7 @@ class RunLog:
             sink.begin(lines, first=step if source is None else 0)
         if self._viewer is not None:
             for line in lines:
-                with suppress(ValueError):
+                with suppress(ValueError, KeyError, TypeError):
                     record = parse_json(line)
                     self._viewer.add(record["kind"], record)
 

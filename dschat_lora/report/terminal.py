@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Where the text of a log's line begins, after the name of what it tells.
 _TEXT_COLUMN = 15
+_CONTINUED = " \\\n"  # of a line of a command
 _MOST_INDENT = 32  # of the further lines of a text
 _MOST_SHOWN = 1000  # characters of a prompt or an answer
 # How messages name it, beside files.
@@ -195,21 +196,25 @@ def columns() -> int | None:
 
 
 def fitted(text: str, otherwise: int | None = None) -> str:
-    """``text`` in lines as wide as the terminal, elsewhere as ``otherwise``; None: unchanged."""
+    """``text`` in lines as wide as the terminal, elsewhere as ``otherwise``; None: unchanged.
+
+    What has a command in several lines is not changed: see :func:`fitted_command`.
+    """
     width = columns() or otherwise
-    if width is None:
+    if width is None or _CONTINUED in text:
         return text
     lines = text.split("\n")
     return "\n".join(line if len(line) <= width else wrapped(line, width) for line in lines)
 
 
-def fitted_command(command: str, prompt: str) -> str:
-    """A command after ``prompt``, in lines as wide as the terminal that a shell reads as one."""
-    if (width := columns()) is None or len(prompt + command) <= width:
+def fitted_command(command: str, prompt: str, otherwise: int | None = None) -> str:
+    """A command after ``prompt``, in lines as :func:`fitted` makes, that a shell reads as one."""
+    width = columns() or otherwise
+    if width is None or len(prompt + command) <= width:
         return prompt + command
     words = (shlex.quote(word).replace(" ", "\0") for word in shlex.split(command))
     lines = wrapped(prompt + " ".join(words), width - 4).split("\n  ")
-    return " \\\n    ".join(lines).replace("\0", " ")
+    return f"{_CONTINUED}    ".join(lines).replace("\0", " ")
 
 
 def wrapped(text: str, width: int = 80) -> str:

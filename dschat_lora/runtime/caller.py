@@ -1,5 +1,6 @@
 """Who starts a run and who follows it, and what it does for them besides its options."""
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ NOBODY = Caller()
 def is_callers(frame: FrameType) -> bool:
     """Whether the code is neither this package's nor a library's."""
     module = str(frame.f_globals.get("__name__")).partition(".")[0]
-    of_library = module in sys.stdlib_module_names or "-packages" in frame.f_code.co_filename
+    path = frame.f_code.co_filename
+    of_library = module in sys.stdlib_module_names or re.search("/(site|dist)-packages/", path)
     return not (module == __name__.partition(".")[0] or of_library)
 
 

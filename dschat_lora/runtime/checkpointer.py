@@ -40,7 +40,7 @@ from dschat_lora.engine.rendezvous import is_one_host
 from dschat_lora.engine.state import EngineState
 from dschat_lora.lora.rates import adapter_rates
 from dschat_lora.report.log import RunLog, jsonable
-from dschat_lora.report.terminal import error_message
+from dschat_lora.report.terminal import columns, error_message, fitted_command
 from dschat_lora.runtime.resume import (
     check_identity,
     options_to_keep,
@@ -243,7 +243,10 @@ class Checkpointer:
         on_rank_zero(self._finish_writing)
         where = how_to_go_on(self._run)
         words = f"{why} after step {step}; {where if step else 'nothing was trained yet'}"
-        self._run.log.say(words)
+        head, _, command = words.partition("resume with: ")
+        in_lines = columns() and command and self._run.caller.of_command
+        shown = f"{head}resume with:\n{fitted_command(command, '  ')}" if in_lines else words
+        self._run.log.say(shown)
         return words
 
     def broken_weight(self) -> str | None:

@@ -9,6 +9,7 @@ from dschat_lora.config.stages import StageConfig
 from dschat_lora.data.prepare import preview
 from dschat_lora.engine.distributed import rank
 from dschat_lora.models.loading import Tokenizer
+from dschat_lora.report.terminal import fitted_command
 from dschat_lora.report.texts import sample_text
 from dschat_lora.runtime.run import OpenRun
 
@@ -61,5 +62,6 @@ def say_options(run: OpenRun[StageConfig]) -> None:
         chosen = {
             k: v for k, v in values.items() if k in given or (v != usual[k] and k not in _SAID)
         }
-        run.log.say(f"  options      {shlex.join(command_line(chosen))} (all: --verbose)")
-    run.log.say("dry run: nothing was trained or saved")
+        run.log.say(fitted_command(shlex.join(command_line(chosen)), "  options      ", 80))
+    more = "" if run.config.run.verbose else "; --verbose lists all options"
+    run.log.say(f"dry run: nothing was trained or saved{more}")

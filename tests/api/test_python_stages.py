@@ -509,10 +509,10 @@ def test_tables_and_texts_are_rows(kind, data, rows):
         (
             lambda: dl.sft(data=[{"Prompt": "a", "completion": "b"}]),
             dl.RowError,
-            """data[0]: row lacks 'prompt'; it has ['Prompt', 'completion'] """
-            """(did you mean columns={"prompt": "Prompt"}?)""",
+            "data[0]: row lacks 'prompt'; it has ['Prompt', 'completion'] "
+            "(did you mean --columns prompt=Prompt?)",
         ),
-        (lambda: dl.sft(data=HOLED), dl.RowError, "data[36]: `completion` is empty; fill it in"),
+        (lambda: dl.sft(data=HOLED), dl.RowError, "data[36]: `completion` is empty"),
     ],
 )
 def test_what_cannot_be_used_is_one_clear_exception(call, kind, words):
@@ -536,9 +536,12 @@ def test_ipython_shows_an_error_by_the_cell_alone(monkeypatch):
     show = SimpleNamespace(structured_traceback=format_exception)
     shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(InteractiveTB=show))
     monkeypatch.setitem(sys.modules, "IPython", shell)
-    with pytest.raises(TypeError) as raised:
-        dl.Run(".").generate(4)
-    (_, cell, message) = raised.value._render_traceback_()
+    with pytest.raises(TypeError):
+        try:
+            dl.Run(".").generate(4)
+        except TypeError as error:
+            (_, cell, message) = error._render_traceback_()
+            raise
     assert "in test_ipython_shows" in cell
     assert message == "TypeError: prompts must be a list of texts or of messages, got 4\n"
 

@@ -63,7 +63,7 @@ def test_a_weight_that_blocks_share_is_refused_if_each_adapts_it():
         apply_lora(model, LoraConfig(lora_dim=2, **options), seed=0)
         return model
 
-    words = r"blocks share blocks.0.q_proj.weight, with an adapter for"
+    words = r"blocks share blocks.0.q_proj.weight, but each has its own adapter"
     with pytest.raises(ValueError, match=words):
         check_mergeable(shared())
     check_mergeable(shared(target_modules=("c_proj",)))

@@ -156,7 +156,8 @@ def test_a_pair_or_a_prompt_beside_lists_of_token_ids_is_not_lost(tmp_path, chat
     (record,) = records_of(path, chats["built-in"], "samples")
     assert record.kind == "conversation"
     assert refusal(json.dumps({"prompt": "p", **lists})) == (
-        ":1: `completion` item 1 must have 'role' and 'content', found int"
+        ":1: `completion` item 1 must have 'role' and 'content', found int; "
+        "--bad_rows skip leaves such rows out"
     )
 
 

@@ -338,10 +338,10 @@ def test_dry_run_prints_the_options_and_leaves_no_trace(home, command, name):
     before = sorted(path for path in home.rglob("*"))
     ended = command(name, *LORA, "--dry_run", "--verbose", "--output_dir", "nowhere")
     wanted = {
-        "reward": ["--reward_loss bradley_terry", "--share_prompt True"],
+        "reward": ["--reward_loss bradley_terry", "--share_prompt\n"],
         "dpo": ["--beta 0.1", "--loss_type sigmoid", "--learning_rate 1e-06"],
     }[name]
-    for line in [*wanted, "--packing False", "\n  chosen ", "\n  rejected ", "dry run"]:
+    for line in [*wanted, "--no-packing", "\n  chosen ", "\n  rejected ", "dry run"]:
         assert line in ended.out
     assert sorted(path for path in home.rglob("*")) == before
 

@@ -42,7 +42,7 @@ MISTAKES = {
     ),
     "another base's adapter": (
         "sft --model_name_or_path adapter",
-        ["adapter", "takes 96 inputs", "128 x 128", "base_model_name_or_path"],
+        ["adapter", "has 96 inputs", "128 x 128", "base_model_name_or_path"],
     ),
     "parts that do not divide": (
         "sft --lora_dim 4 --num_gpus 3 --tensor_parallel_size 3",

@@ -140,7 +140,7 @@ def test_wheel_serves(words, path, installed, trained):
 @of_the_whole
 def test_run_ends_with_commands_and_a_page_that_name_its_output(trained):
     _, said = trained
-    assert said.splitlines()[-4:] == [
+    assert said.splitlines()[-5:-1] == [
         "next:",
         "  dschat-lora chat sft",
         "  dschat-lora reward --model_name_or_path sft",

@@ -38,7 +38,7 @@ def test_a_run_ends_where_patience_does_and_stays_ended(tmp_path, capsys):
     assert run.status == "finished"
     assert run.adapter is not None
     assert numbers(run) == numbers(whole)[: len(run.metrics)]
-    assert "by --early_stopping_patience 3" in " ".join(capsys.readouterr().out.split())
+    assert "(--early_stopping_patience 3)" in " ".join(capsys.readouterr().out.split())
     again = dl.sft(data=ROWS, resume="latest", **early)
     assert again.metrics == run.metrics
 

@@ -47,6 +47,7 @@ class Findings:
     refusal: str | None  # why a run would stop
     tokenizer: Tokenizer
     of_rows: Sequence[RowFindings] = ()
+    no_eval_data: bool = True  # none is named, so that all rows count as training rows
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -83,19 +84,23 @@ class Findings:
         return {
             "counts": self.counts,
             "audit": self.audit.to_dict(),
-            "warnings": [each for each in self.audit.warnings() if each != NONE_HELD_OUT],
+            "warnings": [each for each in self.audit.warnings() if not self._is_of_a_run(each)],
             "refusal": self.refusal,
             "samples": samples,
             **{name: fields for each in self.of_rows for name, fields in each.to_dict().items()},
         }
 
+    def _is_of_a_run(self, line: str) -> bool:
+        """Whether a warning is true of what was counted, but of no run by its defaults."""
+        return self.no_eval_data and NONE_HELD_OUT in line
+
     def lines(self, *, colour: bool = False) -> list[str]:
         """The findings for a person."""
         audit = self.audit
-        lines = [line for line in audit.lines() if NONE_HELD_OUT not in line]
-        if not audit.eval_samples:
-            share = DataConfig().eval_ratio
-            lines.append(f"note         a run holds out {share:.0%} of the rows (--eval_ratio)")
+        lines = [line for line in audit.lines() if not self._is_of_a_run(line)]
+        if self.no_eval_data and not audit.eval_samples:
+            share = f"{DataConfig().eval_ratio:.0%} of the rows"
+            lines.append(f"note         a run holds out {share} by default (--eval_ratio)")
         lines += [f"bad row      {text}" for text in audit.bad_row_examples[MAX_SHOWN:]]
         for part, quantiles in audit.part_quantiles.items():
             words = ", ".join(f"{name} {n:,}" for name, n in quantiles.items())
@@ -151,7 +156,8 @@ def audit_data(config: AuditConfig) -> Findings:
             f"{counted(audit.bad_rows, 'row')} cannot be used; "
             "--bad_rows skip continues without them"
         )
-    return Findings(audit, list(islice(samples, config.show)), refusal, tokenizer, of_rows)
+    shown = list(islice(samples, config.show))
+    return Findings(audit, shown, refusal, tokenizer, of_rows, not data.eval_data_path)
 
 
 def show_audit(config: AuditConfig) -> bool:

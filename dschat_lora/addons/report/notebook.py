@@ -4,6 +4,7 @@ It has the colours that the notebook has.
 """
 
 import math
+import re
 import sys
 import textwrap
 import time
@@ -100,7 +101,7 @@ class NotebookView:
 
     def say(self, text: str) -> None:
         """Keep a line of the run; notes and warnings are shown, other lines folded."""
-        text = text.replace(f"{Path.cwd()}/", "")
+        text = _short_paths(text)
         name, _, rest = text.strip().partition(" ")
         if name in ("note", "warning"):
             words = rest.strip() if name == "note" else f"Warning: {rest.strip()}"
@@ -168,7 +169,7 @@ class NotebookView:
         numbers = {n: self._train[n] for n in _SHOWN if isinstance(self._train.get(n), int | float)}
         words = ", ".join(f"{n.replace('_', ' ')} {short(value)}" for n, value in numbers.items())
         if equal := self._train.get("equal_prompts"):
-            words += f", prompts without signal {equal} of {self._train['prompts']}"
+            words += f", prompts without signal {equal} of {self._train.get('prompts', '-')}"
         return render(
             title=self._title,
             status=self._progress(),
@@ -301,4 +302,13 @@ def run_html(home: Path, *, status: str, path: Path) -> str:
         evaluations=(CHANGE_HEADER, changes) if changes else eval_table(run.evals, iterations),
         answers=(["prompt", *times], rows),
     )
-    return html.replace(f"{Path.cwd()}/", "")  # of runs and models
+    return _short_paths(html)  # of runs and models
+
+
+def _short_paths(text: str) -> str:
+    """The text with paths below the current directory relative to it."""
+    try:
+        here = re.escape(f"{Path.cwd()}/")
+    except FileNotFoundError:  # it was removed
+        return text
+    return re.sub(rf"(?<![\w./-]){here}", "", text)
