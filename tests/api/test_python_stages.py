@@ -536,13 +536,15 @@ def test_ipython_shows_an_error_by_the_cell_alone(monkeypatch):
     show = SimpleNamespace(structured_traceback=format_exception)
     shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(InteractiveTB=show))
     monkeypatch.setitem(sys.modules, "IPython", shell)
-    with pytest.raises(TypeError):
+
+    def run_cell():
         try:
-            dl.Run(".").generate(4)
+            return dl.Run(".").generate(4)
         except TypeError as error:
-            (_, cell, message) = error._render_traceback_()
-            raise
-    assert "in test_ipython_shows" in cell
+            return error._render_traceback_()
+
+    (_, cell, message) = run_cell()
+    assert "in run_cell" in cell
     assert message == "TypeError: prompts must be a list of texts or of messages, got 4\n"
 
 
