@@ -106,8 +106,6 @@ def test_a_divergence_that_is_no_number_does_not_pass_for_a_coefficient():
 
 def test_a_horizon_that_could_turn_the_sign_of_the_coefficient_is_refused():
     step = {"kl": 0.0, "target": 6.0, "num_samples": 100}
-    with pytest.raises(
-        ValueError, match=r"20 samples .* batches of 100: it must exceed 20\.0"
-    ):
+    with pytest.raises(ValueError, match=r"20 samples .* batches of 100: it must exceed 20\.0"):
         adapted_kl_coef(0.1, horizon=20, **step)
     assert adapted_kl_coef(0.1, horizon=21, **step) == pytest.approx(0.1 / 21)
