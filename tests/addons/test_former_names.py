@@ -63,8 +63,9 @@ def test_former_modules_are_these():
     api.notebook api.sequences api.trainer api.trainer_build api.trainer_sampling
     assets.calculator checkpoint.extract checkpoint.gpt2_checkpoint checkpoint.lora_only
     commands.seeds data.filtering data.nlg data.similar_rows data.stream data.stream_loader
-    data.tar_rows data.unpaired_batch endpoint.answers endpoint.grammars endpoint.guard
-    endpoint.http_server endpoint.requests endpoint.sockets endpoint.text endpoint.turns
+    data.tar_rows data.unpaired_batch endpoint.answers endpoint.errors endpoint.grammars
+    endpoint.guard endpoint.http_server endpoint.requests endpoint.sockets endpoint.sources
+    endpoint.text endpoint.turns
     experiments.glue.addon experiments.glue.bottleneck experiments.glue.callback
     experiments.glue.config experiments.glue.data experiments.glue.model
     experiments.glue.results experiments.glue.train experiments.glue.trainer

@@ -335,7 +335,7 @@ def test_a_failed_environment_saves_the_last_whole_iteration_and_shows_its_own_e
     checkpointer = SimpleNamespace(save_rest=lambda *each: saved.append(each))
     error = KeyError("the sandbox is gone")
     progress, engine = SimpleNamespace(step=7), SimpleNamespace(released=False)
-    failures = _failures_saved(checkpointer, progress, engine)
+    failures = _failures_saved(checkpointer, progress, engine, in_python=False)
     with pytest.raises(KeyError) as caught, failures:
         raise EnvironmentFailedError from error
     assert caught.value is error

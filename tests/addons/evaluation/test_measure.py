@@ -112,7 +112,7 @@ def test_answer_that_the_judge_leaves_out_does_not_count(verb, sums):
     [
         ("sft sums.jsonl --judge_function judges:none", "judges has no function none"),
         ("reward pairs.jsonl --judge_function judges:length", "is a reward model"),
-        ("sft pairs.jsonl --judge_function judges:length", "judges:length asks for answer"),
+        ("sft pairs.jsonl --judge_function judges:length", "judges:length requires answer"),
         ("sft sums.jsonl --judge_function judges:text", "returned 'good' for the prompt"),
     ],
 )

@@ -91,7 +91,7 @@ def test_the_best_of_a_run_that_was_moved_is_found_and_a_missing_one_is_named(be
     path = newest / "trainer_state.json"
     path.write_text(json.dumps({**read(path), "best_model_checkpoint": "gone"}))
     with pytest.raises(
-        ValueError, match=rf"that of {kept.name}, which cannot be used: .* it beside"
+        ValueError, match=rf"that of {kept.name}, which cannot be used: .* put it next to"
     ):
         best_before(newest)
 

@@ -304,7 +304,7 @@ def test_positions_of_packed_and_padded_rows_are_those_of_the_model(seeing):
 def test_rows_are_divided_only_where_pictures_are_plain_tokens(kind, refused, tmp_path):
     seeing, options = Seeing(kind, tmp_path), ("samples", "--context_parallel_size", 2)
     if refused:
-        with pytest.raises(ValueError, match="--context_parallel_size 2 .* reads images"):
+        with pytest.raises(ValueError, match="--context_parallel_size 2 .* need whole rows"):
             seeing.data([sample_row("one")], *options)
     else:
         assert seeing.data([sample_row("one")], *options)

@@ -62,5 +62,5 @@ def test_the_column_of_a_built_in_must_be_there():
     config = RewardsConfig(reward_function=("builtin:exact_match=gold",))
     function = load_scorer(config, Words(), has_model=False)
     function.check_columns(["gold"])
-    with pytest.raises(ValueError, match="builtin:exact_match=gold asks for gold; .*: answer"):
+    with pytest.raises(ValueError, match="builtin:exact_match=gold requires gold; .*: answer"):
         function.check_columns(["answer"])
