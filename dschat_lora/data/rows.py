@@ -1,7 +1,6 @@
 """Row types: a raw row is one of the six, and a stage can use it; checks of data before a run."""
 
 import difflib
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -143,7 +142,8 @@ def _check_row(raw: RawRow, kind: DataKind, options: RowOptions) -> None:
 def at_bad_row(error: RowError) -> RowError:
     """The error where a row that cannot be used stops a run: it names what goes on without it."""
     remedy = "; --bad_rows skip leaves such rows out"
-    reason = textwrap.shorten(error.reason, MOST_WORDS - len(remedy), placeholder=" ...")
+    most, reason = MOST_WORDS - len(remedy), error.reason
+    reason = reason if len(reason) <= most else f"{reason[: most - 4]} ..."
     return type(error)(error.location, reason + remedy)
 
 

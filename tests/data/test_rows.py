@@ -229,6 +229,14 @@ def test_the_check_names_a_first_row_that_supervised_training_cannot_use(jsonl):
     check_sources(DataConfig(eval_data_path=(str(path),), bad_rows="skip"))
 
 
+def test_what_is_said_of_many_columns_is_cut_before_the_remedy(jsonl):
+    path = jsonl([dict.fromkeys(["a  b", *(f"column {n}" for n in range(400))], 1)])
+    with pytest.raises(RowError) as error:
+        check_sources(DataConfig(data_path=(str(path),)))
+    assert error.value.reason.startswith("row has ['a  b', 'column 0',")
+    assert error.value.reason.endswith(" ...; --bad_rows skip leaves such rows out")
+
+
 def test_a_row_with_images_is_refused_and_one_with_none_is_not(jsonl):
     path = jsonl([{**PAIR, "images": []}, {**PAIR, "images": ["a.png"]}])
     with pytest.raises(RowError) as error:
