@@ -53,21 +53,21 @@ def _speak_python(error: BaseException) -> None:
 
 # Options that are arguments of another name, and objects of the program, in messages.
 _IN_PYTHON: Sequence[tuple[str, str]] = (
-    (r"(?<![\w/-])--reward_function python:", "the reward function "),
-    (r"(?<![\w/-])--(eval_)?data_path python:", ""),
+    (r"--reward_function python:", "the reward function "),
+    (r"--(eval_)?data_path python:", ""),
     (r"(?<![^\s(])python:(?=\w)", ""),
-    (r"(?<![\w/-])--reward_function\b", "rewards"),
-    (r"(?<![\w/-])--critic_model_name_or_path(?= must|;|,|\.|$)", "critic"),
-    (r"(?<![\w/-])--critic_model_name_or_path\b", "the reward model"),
-    (r"(?<![\w/-])--resume_from_checkpoint (latest|auto)\b", r'resume="\1"'),
-    (r"(?<![\w/-])--resume_from_checkpoint\b", "resume"),
+    (r"--reward_function\b", "rewards"),
+    (r"--critic_model_name_or_path(?= must|;|,|\.|$)", "critic"),
+    (r"--critic_model_name_or_path\b", "the reward model"),
+    (r"--resume_from_checkpoint (latest|auto)\b", r'resume="\1"'),
+    (r"--resume_from_checkpoint\b", "resume"),
 )
 
 
 def _in_python(message: str) -> str:
     """A message that names arguments of Python's functions where they are no options."""
     for pattern, words in _IN_PYTHON:
-        message = re.sub(pattern, words, message)
+        message = re.sub(rf"(?<![\w/-]){pattern}", words, message)
     return message
 
 
